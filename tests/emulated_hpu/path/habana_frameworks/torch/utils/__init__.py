@@ -1,0 +1,5 @@
+"""Bridge utilities."""
+
+from habana_frameworks.torch.utils import experimental, internal
+
+__all__ = ["experimental", "internal"]
