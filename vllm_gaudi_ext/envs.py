@@ -57,5 +57,5 @@ def contiguous_pa() -> bool:
 
 def compact_gdn() -> bool:
     """Whether vllm-gaudi will use compact GDN slots: `VLLM_COMPACT_GDN`, on unless switched off."""
-    value = os.environ.get("VLLM_COMPACT_GDN", "").strip().lower()
-    return value in ("", "1", "true")
+    value = os.environ.get("VLLM_COMPACT_GDN", "")
+    return not value or value.strip().lower() in ("1", "true")

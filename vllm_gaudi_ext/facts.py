@@ -32,6 +32,15 @@ def caches_gdn_prefixes(vllm_config: Any) -> bool:
     return bool(vllm_config.cache_config.enable_prefix_caching) and is_gdn_hybrid(vllm_config)
 
 
+def cached_by_default(model_config: Any) -> bool:
+    """Whether vLLM turns prefix caching on for this model when nobody says anything.
+
+    vLLM 0.26.0 leaves it off for hybrid models (engine/arg_utils.py,
+    `_set_default_chunked_prefill_and_prefix_caching_args`); later releases turn it on.
+    """
+    return bool(model_config.is_prefix_caching_supported and not model_config.is_hybrid)
+
+
 def serving_facts(
     vllm_config: Any,
     *,

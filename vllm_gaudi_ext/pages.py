@@ -24,7 +24,7 @@ from vllm_gaudi_ext.gdn.layout import (
     copy_batches,
     pair_layers,
 )
-from vllm_gaudi_ext.gdn.motion import CheckpointPages, PageViews, int32_rows
+from vllm_gaudi_ext.gdn.motion import CheckpointPages, PageViews, StateViews, int32_rows
 from vllm_gaudi_ext.gdn.refusals import LayoutFacts
 
 if TYPE_CHECKING:
@@ -134,26 +134,33 @@ def checkpoint_pages(
     """Int32 views of every page and state of a KV cache that has passed the refusals."""
     (attention,) = _attention_groups(config)
     block_tokens = attention.kv_cache_spec.block_size
-    views = [
-        _page_views(_tensors(pair, layers), config.num_blocks, block_tokens)
+    pages = {
+        name: _page_views(layers[name].kv_cache, config.num_blocks, block_tokens)
+        for name in attention.layer_names
+    }
+    states = [
+        _state_views(pages[pair.attention], _tensors(pair, layers))
         for pair in pair_layers(attention.layer_names, _gdn_groups(config))
     ]
-    batches = copy_batches(max(view.columns.page_bytes for view in views))
-    return CheckpointPages(views, batches, end_of_graph)
+    batches = copy_batches(max(state.columns.page_bytes for state in states))
+    return CheckpointPages(list(pages.values()), states, batches, end_of_graph)
 
 
-def _page_views(
-    tensors: tuple[torch.Tensor, ...], num_blocks: int, block_tokens: int
-) -> PageViews:
-    k, v, conv, ssm = tensors
+def _page_views(kv_cache: Sequence[torch.Tensor], num_blocks: int, block_tokens: int) -> PageViews:
+    k, v = kv_cache[0], kv_cache[1]
     pool = num_blocks * block_tokens
     k_rows, v_rows = int32_rows(k[:pool], num_blocks), int32_rows(v[:pool], num_blocks)
+    return PageViews(k_rows, v_rows, (k[pool:], v[pool:]))
+
+
+def _state_views(page: PageViews, tensors: tuple[torch.Tensor, ...]) -> StateViews:
+    _, _, conv, ssm = tensors
     slots = conv.shape[0]
     conv_rows, ssm_rows = int32_rows(conv, slots), int32_rows(ssm, slots)
     columns = RowColumns(
-        conv_rows.shape[1], ssm_rows.shape[1], k_rows.shape[1], v_rows.shape[1]
+        conv_rows.shape[1], ssm_rows.shape[1], page.k.shape[1], page.v.shape[1]
     )
-    return PageViews(k_rows, v_rows, (k[pool:], v[pool:]), conv_rows, ssm_rows, columns)
+    return StateViews(page, conv_rows, ssm_rows, columns)
 
 
 def _tensors(pair: LayerPair, layers: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:

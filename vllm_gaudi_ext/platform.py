@@ -50,7 +50,7 @@ class GaudiExtPlatform(HpuPlatform):
             parallel.worker_cls = WORKER
 
         kept = None
-        if cache.num_gpu_blocks is not None:
+        if caching and cache.num_gpu_blocks is not None:
             kept = (cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded)
         super().check_and_update_config(vllm_config)
         if kept is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import habana_frameworks.torch as htorch
 import torch
+from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_gaudi.extension.runtime import get_config
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
@@ -123,8 +124,8 @@ class GaudiExtModelRunner(HPUModelRunner):
     def _log_start(self) -> None:
         assert self._layout is not None
         assert self._checkpoints is not None
-        columns = self._checkpoints.pages[0].columns
-        by_default = self.model_config.is_prefix_caching_supported
+        columns = self._checkpoints.states[0].columns
+        by_default = facts.cached_by_default(self.model_config)
         logger.info(
             "gaudi_ext %s: GDN prefix caching is active%s. GDN groups: %d of %d layers, block "
             "B=%d tokens, %d blocks, slots for %d requests, state %d of %d page bytes (%.0f %%), "
@@ -134,7 +135,7 @@ class GaudiExtModelRunner(HPUModelRunner):
             if by_default
             else "",
             len(self._layout.gdn_groups),
-            len(self._checkpoints.pages),
+            len(self._checkpoints.states),
             self._layout.block_tokens,
             self.kv_cache_config.num_blocks,
             len(self._gdn_slot_free_list),
@@ -270,7 +271,9 @@ class GaudiExtModelRunner(HPUModelRunner):
         if not len(self._replays):
             return
         batch = self.input_batch
-        computed = {r: int(batch.num_computed_tokens_cpu[i]) for r, i in batch.req_id_to_index.items()}
+        computed = {
+            r: int(batch.num_computed_tokens_cpu[i]) for r, i in batch.req_id_to_index.items()
+        }
         for request_id, tokens in self._replays.prompt_tokens(computed).items():
             batch.num_prompt_tokens[batch.req_id_to_index[request_id]] = tokens
 
@@ -311,6 +314,31 @@ class GaudiExtModelRunner(HPUModelRunner):
         if swaps:
             # Sampling parameters lie on the device in batch order.
             batch.refresh_sampling_metadata()
+
+    def _align_and_pad_mrope_positions(
+        self, req_ids: list[str], context_lens: Any, query_lens: Any, *args: Any
+    ) -> Any:
+        """Gives replayed outputs their own positions.
+
+        A request's M-RoPE positions cover its prompt. For tokens behind it vllm-gaudi 0.26.0 counts
+        on from the end of the prompt, also where the chunk starts later: a resume on a hit behind
+        the prompt, or a later chunk of a replay, would run with positions of earlier tokens.
+        """
+        if self._checkpoints is not None:
+            for request_id, context, query in zip(req_ids, context_lens, query_lens, strict=False):
+                self._cover_positions(self.requests[request_id], int(context) + int(query))
+        return super()._align_and_pad_mrope_positions(req_ids, context_lens, query_lens, *args)
+
+    @staticmethod
+    def _cover_positions(request: Any, tokens: int) -> None:
+        positions = request.mrope_positions
+        known = positions.shape[1]
+        if tokens > known:
+            behind = MRotaryEmbedding.get_next_input_positions(
+                int(request.mrope_position_delta), context_len=known, seq_len=tokens
+            )
+            extra = torch.as_tensor(behind, dtype=positions.dtype, device=positions.device)
+            request.mrope_positions = torch.cat((positions, extra), dim=1)
 
     def _prepare_input_ids(
         self, scheduler_output: SchedulerOutput, return_index: bool = False

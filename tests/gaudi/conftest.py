@@ -54,6 +54,10 @@ class Engines:
         key = (model.name, repr(sorted(options.items())))
         if key != self._key:
             self.stop()
+            if options.get("dtype") == "float32":
+                import fp32
+
+                fp32.allow()
             self._context = harness.start(self._models(model), **options)
             self._engine = self._context.__enter__()
             self._key = key

@@ -78,6 +78,22 @@ def free_slots(engine: Any) -> int:
     return len(engine.runner._gdn_slot_free_list)
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of one object while open; may be nested."""
+    own = vars(owner)
+    before = own.get(name)
+    had = name in own
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
 @dataclass
 class Schedule:
     """What the scheduler asked for, step by step, as the runner got it."""
@@ -119,19 +135,15 @@ class Schedule:
 def watched(engine: Any) -> Iterator[Schedule]:
     """Records every scheduler output while it is open."""
     seen = Schedule()
-    scheduler = engine.scheduler
-    schedule = scheduler.schedule
+    schedule = engine.scheduler.schedule
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         seen.steps.append(output)
         return output
 
-    scheduler.schedule = recorded
-    try:
+    with replaced(engine.scheduler, "schedule", recorded):
         yield seen
-    finally:
-        del scheduler.schedule
 
 
 class Requests:
@@ -220,8 +232,131 @@ def forced_cuts(engine: Any, cuts: Mapping[int, int]) -> Iterator[None]:
         chosen = split(request, new_tokens, local, external)
         return min(cuts.get(start, chosen), new_tokens)
 
-    scheduler._mamba_block_aligned_split = forced
-    try:
+    with replaced(scheduler, "_mamba_block_aligned_split", forced):
         yield
-    finally:
-        del scheduler._mamba_block_aligned_split
+
+
+def small_model() -> Any:
+    """A quarter of the dense tiny model, for long runs; in fp32 its B is 256 tokens."""
+    import dataclasses
+
+    import tiny_models
+
+    text = dict(tiny_models.DENSE.text) | {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+    }
+    return dataclasses.replace(tiny_models.DENSE, name="tiny-small", text=text)
+
+
+@dataclass
+class Ledger:
+    """Which blocks hold a checkpoint, by what was moved; refuses a restore of anything else."""
+
+    held: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    saved: int = 0
+    restored: int = 0
+    log: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def ledger(engine: Any) -> Iterator[Ledger]:
+    """While open, each restore must read what a save wrote last, bit for bit.
+
+    A block loses its checkpoint when it is zeroed for attention. Checkpoints made before this was
+    opened are unknown to it, so open it on an empty cache.
+
+    Raises:
+        AssertionError: inside the step that restores a block without a checkpoint, or one whose
+            pages changed since.
+    """
+    engine.llm.reset_prefix_cache()
+    checkpoints = engine.runner._checkpoints
+    book = Ledger()
+    save, restore, zero = checkpoints.save, checkpoints.restore, checkpoints.zero_blocks
+
+    def page_rows(block: int) -> list[torch.Tensor]:
+        return [torch.cat((page.k[block], page.v[block])).clone() for page in checkpoints.pages]
+
+    def saving(rows: Any) -> None:
+        save(rows)
+        book.log.append(("save", tuple(row.block for row in rows)))
+        for row in rows:
+            book.held[row.block] = page_rows(row.block)
+        book.saved += len(rows)
+
+    def restoring(rows: Any) -> None:
+        for row in rows:
+            assert row.block in book.held, f"block {row.block} is restored without a checkpoint"
+            for held, found in zip(book.held[row.block], page_rows(row.block), strict=True):
+                assert torch.equal(held, found), f"the pages of block {row.block} changed"
+        if rows:
+            book.log.append(("restore", tuple(row.block for row in rows)))
+        restore(rows)
+        book.restored += len(rows)
+
+    def zeroing(blocks: Any) -> None:
+        zero(blocks)
+        for block in blocks:
+            book.held.pop(block, None)
+
+    with (
+        replaced(checkpoints, "save", saving),
+        replaced(checkpoints, "restore", restoring),
+        replaced(checkpoints, "zero_blocks", zeroing),
+    ):
+        yield book
+
+
+def find(engine: Any, name: str) -> Any:
+    """The scheduler's request that was added under this name (vLLM appends random characters)."""
+    (request,) = [r for i, r in engine.scheduler.requests.items() if i.startswith(name + "-")]
+    return request
+
+
+@contextlib.contextmanager
+def before_schedule(engine: Any, act: Any) -> Iterator[None]:
+    """Calls `act(scheduler)` before each schedule; what it returns is called behind it."""
+    scheduler = engine.scheduler
+    schedule = scheduler.schedule
+
+    def acted(*args: Any, **kwargs: Any) -> Any:
+        behind = act(scheduler)
+        try:
+            return schedule(*args, **kwargs)
+        finally:
+            if behind is not None:
+                behind()
+
+    with replaced(scheduler, "schedule", acted):
+        yield
+
+
+def preempt(scheduler: Any, request: Any, *, resume_at_once: bool = False) -> Any:
+    """Preempts a running request as a schedule that runs out of blocks would.
+
+    Args:
+        resume_at_once: let the same schedule resume it, which a prefix-cache reset makes happen;
+            otherwise no request is admitted in this schedule, as after a preemption of its own.
+
+    Returns:
+        What to call behind the schedule, for `before_schedule`.
+    """
+    import time
+
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic())
+    if resume_at_once:
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        return None
+    scheduler._pause_state = PauseState.PAUSED_NEW
+
+    def unpause() -> None:
+        scheduler._pause_state = PauseState.UNPAUSED
+
+    return unpause

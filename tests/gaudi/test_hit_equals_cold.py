@@ -129,16 +129,14 @@ def test_checkpoint_is_the_slot_bit_for_bit(engine: Any) -> None:
     def recorded(rows: Any) -> None:
         save(rows)
         for slot, block in rows:
-            for page in checkpoints.pages:
-                saved.append((block, page, page.conv[slot].clone(), page.ssm[slot].clone()))
+            for state in checkpoints.states:
+                conv, ssm = state.conv[slot].clone(), state.ssm[slot].clone()
+                saved.append((block, state.page, conv, ssm))
 
-    checkpoints.save = recorded
-    try:
+    with driving.replaced(checkpoints, "save", recorded):
         # Prefill ends at 2B-3, so decode fills the second block.
         tokens, salt = harness.prompt(700, 2 * B - 3), driving.salt()
         made = engine.run([tokens], max_tokens=12, salt=salt)[0]
-    finally:
-        del checkpoints.save
     assert len(saved) == 2 * 3 * 2, "two blocks, three groups, two layers each"
     for block, page, conv, ssm in saved:
         row = page.k[block].tolist() + page.v[block].tolist()

@@ -70,7 +70,7 @@ class RowColumns:
 def pair_layers(attention: Sequence[str], groups: Sequence[GdnGroup]) -> list[LayerPair]:
     """Pairs each attention layer with the GDN layers at its position in their groups.
 
-    Attention layers whose position no GDN group reaches are left out: their pages hold nothing.
+    Attention layers whose position no GDN group reaches are left out: no state is kept in them.
 
     Raises:
         ValueError: a GDN layer has no attention layer at its position.

@@ -24,20 +24,31 @@ FILL_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class PageViews:
-    """Int32 views of one attention layer's pages and of the states that they hold.
+    """Int32 views of one attention layer's pages.
 
     Args:
         k: [N, k_columns], the K part of every manager block.
         v: [N, v_columns], the V part.
         spare: the kernel block behind the pool, K and V, where padding is written.
-        conv: [S, conv columns], the conv state of every slot.
-        ssm: [S, ssm columns], the recurrent state of every slot.
-        columns: the row's layout.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     spare: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StateViews:
+    """Int32 views of the states at one layer position, and the pages that hold their checkpoints.
+
+    Args:
+        page: the pages of the attention layer at this position.
+        conv: [S, conv columns], the conv state of every slot.
+        ssm: [S, ssm columns], the recurrent state of every slot.
+        columns: the row's layout.
+    """
+
+    page: PageViews
     conv: torch.Tensor
     ssm: torch.Tensor
     columns: RowColumns
@@ -47,10 +58,14 @@ def int32_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """A [rows, columns] int32 view of a contiguous tensor.
 
     Raises:
-        ValueError: the tensor is not contiguous, or a row is no whole number of int32.
+        ValueError: the tensor is not contiguous, does not divide into the rows, or a row is no
+            whole number of int32.
     """
-    if not tensor.is_contiguous():
-        raise ValueError(f"a state or page tensor of shape {tuple(tensor.shape)} is not contiguous")
+    if not tensor.is_contiguous() or tensor.numel() % rows:
+        raise ValueError(
+            f"a state or page tensor of shape {tuple(tensor.shape)} is not contiguous, or does not "
+            f"divide into {rows} rows"
+        )
     flat = tensor.view(rows, -1)
     if flat.shape[1] * flat.element_size() % 4:
         raise ValueError(
@@ -74,13 +89,15 @@ class CheckpointPages:
     """All of a rank's pages and states, and the four motions of a step.
 
     Args:
-        pages: one entry for each attention layer that holds states.
+        pages: one entry for each attention layer, whether or not it holds states.
+        states: one entry for each position at which GDN layers keep states.
         batches: allowed batch lengths of copies, rising (`layout.copy_batches`).
         end_of_graph: called behind each motion; `mark_step` of the HPU bridge, which in lazy mode
             keeps the motion out of the next graph, and does nothing otherwise.
     """
 
     pages: Sequence[PageViews]
+    states: Sequence[StateViews]
     batches: Sequence[int]
     end_of_graph: Callable[[], None]
     counters: CopyCounters = field(default_factory=CopyCounters)
@@ -89,28 +106,28 @@ class CheckpointPages:
     def save(self, rows: Sequence[SlotBlock]) -> None:
         """Copies each slot's state into its block's pages; the rest of the page becomes zero."""
         for slots, blocks in self._index_pairs("save", rows):
-            for page in self.pages:
+            for state in self.states:
                 row = torch.cat(
                     (
-                        page.conv.index_select(0, slots),
-                        page.ssm.index_select(0, slots),
-                        page.ssm.new_zeros((slots.shape[0], page.columns.padding)),
+                        state.conv.index_select(0, slots),
+                        state.ssm.index_select(0, slots),
+                        state.ssm.new_zeros((slots.shape[0], state.columns.padding)),
                     ),
                     dim=1,
                 )
-                page.k.index_copy_(0, blocks, row[:, : page.columns.k_columns])
-                page.v.index_copy_(0, blocks, row[:, page.columns.k_columns :])
+                state.page.k.index_copy_(0, blocks, row[:, : state.columns.k_columns])
+                state.page.v.index_copy_(0, blocks, row[:, state.columns.k_columns :])
         self._finish(rows)
         self.counters.saved += len(rows)
 
     def restore(self, rows: Sequence[SlotBlock]) -> None:
         """Copies each block's checkpoint back into its slot; the page stays as it is."""
         for slots, blocks in self._index_pairs("restore", rows):
-            for page in self.pages:
-                conv = page.columns.conv
+            for state in self.states:
+                conv, page = state.columns.conv, state.page
                 row = torch.cat((page.k.index_select(0, blocks), page.v.index_select(0, blocks)), 1)
-                page.conv.index_copy_(0, slots, row[:, :conv])
-                page.ssm.index_copy_(0, slots, row[:, conv : page.columns.state])
+                state.conv.index_copy_(0, slots, row[:, :conv])
+                state.ssm.index_copy_(0, slots, row[:, conv : state.columns.state])
         self._finish(rows)
         self.counters.restored += len(rows)
 
@@ -126,9 +143,9 @@ class CheckpointPages:
     def zero_slots(self, slots: Sequence[int]) -> None:
         """Zeroes the conv and recurrent state of these slots in every layer."""
         for index in self._indices("zero_slots", slots):
-            for page in self.pages:
-                page.conv.index_fill_(0, index, 0)
-                page.ssm.index_fill_(0, index, 0)
+            for state in self.states:
+                state.conv.index_fill_(0, index, 0)
+                state.ssm.index_fill_(0, index, 0)
         self._finish(slots)
         self.counters.slots_zeroed += len(slots)
 
@@ -141,9 +158,10 @@ class CheckpointPages:
         for page in self.pages:
             for tensor in page.spare:
                 tensor.zero_()
-            for state in (page.conv, page.ssm):
-                state[0].zero_()
-                state[-1].zero_()
+        for state in self.states:
+            for tensor in (state.conv, state.ssm):
+                tensor[0].zero_()
+                tensor[-1].zero_()
         self.end_of_graph()
 
     def warm_up(self) -> None:

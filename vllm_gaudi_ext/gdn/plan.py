@@ -84,7 +84,7 @@ def plan_step(
 def _checkpoint_rows(position: Position, block_tokens: int) -> list[SlotBlock]:
     if position.tokens % block_tokens:
         raise RuntimeError(
-            f"request {position.request_id} starts at {position.tokens} tokens, which is not a "
+            f"request {position.request_id} stands at {position.tokens} tokens, which is not a "
             f"multiple of the block size B={block_tokens}: no checkpoint exists there"
         )
     index = position.tokens // block_tokens - 1
@@ -145,13 +145,17 @@ def schedule_order(batch: Sequence[str], first: int, scheduled: Sequence[str]) -
         A flat list of row pairs (a, b), to be swapped one after another.
     """
     rank = {request_id: i for i, request_id in enumerate(scheduled)}
-    rows = list(batch)
+    rows = list(batch[first:])
+    wanted = sorted(rows, key=rank.__getitem__)
+    where = {request_id: row for row, request_id in enumerate(rows)}
     swaps: list[int] = []
-    for target in range(first, len(rows)):
-        source = min(range(target, len(rows)), key=lambda row: rank[rows[row]])
+    for target, request_id in enumerate(wanted):
+        source = where[request_id]
         if source != target:
-            rows[target], rows[source] = rows[source], rows[target]
-            swaps += (target, source)
+            moved = rows[target]
+            rows[target], rows[source] = request_id, moved
+            where[moved] = source
+            swaps += (first + target, first + source)
     return swaps
 
 

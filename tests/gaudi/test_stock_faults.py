@@ -1,0 +1,220 @@
+"""Each fault of vllm-gaudi 0.26.0 that caching makes reachable: right with our override, and wrong
+or stopped without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import driving
+import fp32
+import harness
+import pytest
+from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
+from vllm_gaudi_ext.runner import GaudiExtModelRunner
+from vllm_gaudi_ext.scheduler import GdnAsyncScheduler
+
+B = 256
+
+
+def start(engines: Any, fault: str) -> Any:
+    return engines(
+        driving.small_model(),
+        async_scheduling=fault not in SYNCHRONOUS,
+        dtype="float32",
+        max_num_batched_tokens=1024,
+        num_gpu_blocks_override=40,
+    )
+
+
+Scenario = Callable[[Any], list[tuple[harness.Result, harness.Result]]]
+"""Runs a schedule, and returns pairs of a result and its cold run."""
+
+
+def resume_on_a_hit(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
+    """Resumed with many outputs on a hit inside its prompt."""
+    tokens = harness.prompt(1, B + 60)
+    cold = driving.cold(engine, tokens, 40)
+    engine.llm.reset_prefix_cache()
+    run, done = driving.Requests(engine), []
+    run.add("victim", tokens, 40, driving.salt())
+
+    def act(scheduler: Any) -> Any:
+        victim = driving.find(engine, "victim")
+        if done or victim.num_output_tokens < 20:
+            return None
+        done.append(victim)
+        return driving.preempt(scheduler, victim)
+
+    with driving.watched(engine) as seen, driving.before_schedule(engine, act):
+        run.drain()
+    assert [n for _, n in seen.resumed] == [B]
+    return [(run.result("victim"), cold)]
+
+
+def resume_behind_the_prompt(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
+    """Resumed on a hit behind its prompt, on blocks that its outputs filled before."""
+    tokens, salt = harness.prompt(2, B - 100), driving.salt()
+    engine.llm.reset_prefix_cache()
+    cold = engine.run([tokens], max_tokens=160, salt=salt)[0]
+    run, done = driving.Requests(engine), []
+    run.add("victim", tokens, 160, salt)
+
+    def act(scheduler: Any) -> Any:
+        victim = driving.find(engine, "victim")
+        if done or victim.num_output_tokens < 130:
+            return None
+        done.append(victim)
+        return driving.preempt(scheduler, victim)
+
+    with driving.watched(engine) as seen, driving.before_schedule(engine, act):
+        run.drain()
+    assert [n for _, n in seen.resumed] == [B]
+    return [(run.result("victim"), cold)]
+
+
+def skipped_decode(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
+    """A decode that one step leaves out, beside one that goes on."""
+    prompts = {"a": harness.prompt(3, 50), "b": harness.prompt(4, 70)}
+    cold = {name: driving.cold(engine, p, 16) for name, p in prompts.items()}
+    run, done = driving.Requests(engine), []
+    for name, tokens in prompts.items():
+        run.add(name, tokens, 16, driving.salt())
+
+    def act(scheduler: Any) -> Any:
+        request = driving.find(engine, "a") if not done else None
+        if request is None or request.num_output_tokens < 5:
+            return None
+        done.append(request)
+        scheduler.running.remove(request)
+        return lambda: scheduler.running.insert(0, request)
+
+    with driving.before_schedule(engine, act):
+        run.drain()
+    return [(run.result(name), cold[name]) for name in prompts]
+
+
+def forced_reset(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
+    """The prefix cache is reset by force while decodes are in flight.
+
+    The long one resumes in several chunks, and is still at it when its stale token comes back.
+    """
+    prompts = {f"r{i}": harness.prompt(5 + i, n) for i, n in enumerate((40, 70, 1300))}
+    cold = {name: driving.cold(engine, p, 16) for name, p in prompts.items()}
+    run = driving.Requests(engine)
+    for name, tokens in prompts.items():
+        run.add(name, tokens, 16, driving.salt())
+    while driving.find(engine, "r2").num_output_tokens < 4:
+        run.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    run.drain()
+    return [(run.result(name), cold[name]) for name in prompts]
+
+
+def hit_on_a_block_of_the_same_step(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
+    """A prompt recomputes an attention block under an older checkpoint, and another hits it.
+
+    Two batch rows freed between two decodes make vllm-gaudi's own order run the hit first. They
+    are freed in the step of the admission, which asynchronous scheduling does not let happen.
+    """
+    shared = harness.prompt(9, 2 * B)
+    writer, reader = shared + harness.prompt(10, 30), shared[: B + 10] + harness.prompt(11, 40)
+    salt = driving.salt()
+    cold = {"writer": driving.cold(engine, writer, 6), "reader": driving.cold(engine, reader, 6)}
+    engine.llm.reset_prefix_cache()
+    # One block a chunk, so that the block inside the writer's prompt has a checkpoint.
+    with driving.forced_cuts(engine, {0: B, B: B}):
+        engine.run([shared[: B + 1]], max_tokens=1, salt=salt)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    attention = next(
+        i
+        for i, g in enumerate(engine.runner.kv_cache_config.kv_cache_groups)
+        if type(g.kv_cache_spec).__name__ == "FullAttentionSpec"
+    )
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
+    cached = [b for b in pool.blocks if b.block_hash is not None]
+    pool.evict_blocks({b.block_id for b in cached if get_group_id(b.block_hash) == attention})
+    run = driving.Requests(engine)
+    for name, length, count in (("x0", 20, 5), ("d1", 21, 40), ("x2", 22, 5), ("d3", 23, 40)):
+        run.add(name, harness.prompt(length, length), count, driving.salt())
+    while not {"x0", "x2"} <= run.finished:
+        run.step()
+    run.add("writer", writer, 6, salt)
+    run.add("reader", reader, 6, salt)
+    with driving.watched(engine) as seen:
+        run.drain()
+    together = [
+        step
+        for step in seen.steps
+        if {r.req_id.split("-")[0] for r in step.scheduled_new_reqs} == {"writer", "reader"}
+    ]
+    assert together, "writer and reader were not admitted in one step"
+    assert [r.num_computed_tokens for r in together[0].scheduled_new_reqs] == [0, B]
+    return [(run.result(name), cold[name]) for name in cold]
+
+
+def restore_stock(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(GaudiExtModelRunner, name, getattr(HPUModelRunner, name))
+
+
+def leave_out(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(GaudiExtModelRunner, name, lambda self, step: None)
+
+
+FAULTS = {
+    "a logits row for each old output": (
+        resume_on_a_hit,
+        leave_out("_count_replays_as_prompt"),
+    ),
+    "positions of replayed outputs": (
+        resume_behind_the_prompt,
+        restore_stock("_align_and_pad_mrope_positions"),
+    ),
+    "stale token after a skipped step": (
+        skipped_decode,
+        restore_stock("_prepare_input_ids"),
+    ),
+    "renamed discard counter": (
+        forced_reset,
+        lambda patch: patch.delattr(GdnAsyncScheduler, "_update_request_with_output"),
+    ),
+    "preempted and resumed in one schedule": (
+        forced_reset,
+        leave_out("_drop_rows_of_resumed"),
+    ),
+    "a hit before its writer": (
+        hit_on_a_block_of_the_same_step,
+        restore_stock("_ensure_decodes_first"),
+    ),
+}
+
+
+# Faults that need synchronous scheduling to be reached.
+SYNCHRONOUS = {"a hit before its writer"}
+
+
+def is_right(pairs: list[tuple[harness.Result, harness.Result]]) -> bool:
+    return all(r.tokens == c.tokens and r.distance(c) <= fp32.TOLERANCE for r, c in pairs)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_right_with_the_override(engines: Any, fault: str) -> None:
+    scenario, _ = FAULTS[fault]
+    assert is_right(scenario(start(engines, fault)))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_or_stopped_without_the_override(
+    engines: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario, remove = FAULTS[fault]
+    engine = start(engines, fault)
+    remove(monkeypatch)
+    try:
+        right = is_right(scenario(engine))
+    except (KeyError, AttributeError, IndexError, RuntimeError, ValueError):
+        right = False
+    finally:
+        engines.stop()
+    assert not right
