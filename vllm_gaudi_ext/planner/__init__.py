@@ -1,0 +1,1 @@
+"""What a deployment will need, computed before it starts: pure integers, neither torch nor vLLM."""
