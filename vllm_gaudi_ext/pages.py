@@ -157,9 +157,7 @@ def _state_views(page: PageViews, tensors: tuple[torch.Tensor, ...]) -> StateVie
     _, _, conv, ssm = tensors
     slots = conv.shape[0]
     conv_rows, ssm_rows = int32_rows(conv, slots), int32_rows(ssm, slots)
-    columns = RowColumns(
-        conv_rows.shape[1], ssm_rows.shape[1], page.k.shape[1], page.v.shape[1]
-    )
+    columns = RowColumns(conv_rows.shape[1], ssm_rows.shape[1], page.k.shape[1], page.v.shape[1])
     return StateViews(page, conv_rows, ssm_rows, columns)
 
 

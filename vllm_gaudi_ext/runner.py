@@ -37,6 +37,8 @@ logger = logger_for(__name__)
 class GaudiExtModelRunner(HPUModelRunner):
     """HPUModelRunner that keeps a GDN checkpoint in the attention pages of each cached block."""
 
+    use_prefix_caching: bool
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._caches_gdn = facts.caches_gdn_prefixes(self.vllm_config)
@@ -127,9 +129,9 @@ class GaudiExtModelRunner(HPUModelRunner):
         columns = self._checkpoints.states[0].columns
         by_default = facts.cached_by_default(self.model_config)
         logger.info(
-            "gaudi_ext %s: GDN prefix caching is active%s. GDN groups: %d of %d layers, block "
-            "B=%d tokens, %d blocks, slots for %d requests, state %d of %d page bytes (%.0f %%), "
-            "checkpoint row %d int32 in K and %d in V, copies in batches of %s rows.",
+            "gaudi_ext %s: GDN prefix caching is active%s. %d GDN groups at %d layer positions, "
+            "block B=%d tokens, %d blocks, slots for %d requests, state %d of %d page bytes "
+            "(%.0f %%), checkpoint row %d int32 in K and %d in V, copies in batches of %s rows.",
             __version__,
             " (vLLM turns it on by default for this model; --no-enable-prefix-caching turns it off)"
             if by_default
@@ -353,5 +355,7 @@ class GaudiExtModelRunner(HPUModelRunner):
             if any(request_id not in previous for request_id in self.input_batch.req_ids):
                 # Decodes come first and take a row each: one fixed shape holds them all.
                 rows = min(self.max_num_reqs, self.input_ids_hpu.shape[0])
-                self.input_ids_hpu[:rows].copy_(self.input_ids_cpu[:rows].clone(), non_blocking=True)
+                # A copy of the host's ids: that buffer is written again in the next step.
+                host = self.input_ids_cpu[:rows].clone()
+                self.input_ids_hpu[:rows].copy_(host, non_blocking=True)
         return super()._prepare_input_ids(scheduler_output, return_index)

@@ -24,8 +24,9 @@ if AVAILABLE:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).resolve().parent
     for item in items:
-        if "gaudi" in Path(item.path).parts:
+        if here in item.path.resolve().parents:
             item.add_marker(pytest.mark.engine)
 
 

@@ -64,9 +64,7 @@ def fill_free_pages(engine: Any, value: float) -> int:
     pool = engine.scheduler.kv_cache_manager.block_pool
     tokens = block_tokens(engine)
     free = [
-        b.block_id
-        for b in pool.blocks
-        if b.ref_cnt == 0 and b.block_hash is None and not b.is_null
+        b.block_id for b in pool.blocks if b.ref_cnt == 0 and b.block_hash is None and not b.is_null
     ]
     for tensor in pages(engine):
         for block in free:

@@ -89,9 +89,7 @@ def _work(folder: Path) -> dict[str, Any]:
         found["poisoned"] = poisoned(engine)
     with harness.start(model, env={"VLLM_PROMPT_BS_BUCKET_MAX": "4"}) as engine:
         found["merged prefills"] = _merged_prefills(engine)
-    with harness.start(
-        model, env={"VLLM_COMPACT_GDN": "0"}, max_num_batched_tokens=512
-    ) as engine:
+    with harness.start(model, env={"VLLM_COMPACT_GDN": "0"}, max_num_batched_tokens=512) as engine:
         found["non-compact hits"] = hits(engine)
     spawned = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     with harness.start(model, env=spawned) as engine:

@@ -104,9 +104,7 @@ def test_stock_scheduler_is_named(
     assert repr(scheduler) in text
 
 
-def test_all_missing_pieces_are_named_at_once(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_missing_pieces_are_named_at_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.platforms
     from vllm_gaudi.platform import HpuPlatform
 
@@ -222,7 +220,7 @@ def test_override_starts_an_untested_version_and_the_line_has_the_numbers(
     conv, ssm = 3 * 384 * 2, 8 * 32 * 32 * 4
     page = 2 * 384 * 1 * 32 * 2
     assert line.startswith(f"gaudi_ext {__version__}: GDN prefix caching is active")
-    assert "GDN groups: 3 of 2 layers" in line
+    assert "3 GDN groups at 2 layer positions" in line
     assert "B=384 tokens, 29 blocks" in line
     assert "slots for 4 requests" in line
     assert f"state {conv + ssm} of {page} page bytes (71 %)" in line

@@ -8,6 +8,7 @@ import driving
 import fp32
 import harness
 import pytest
+
 from vllm_gaudi_ext.scheduler import GdnPrefixCaching
 
 B = 256

@@ -398,5 +398,5 @@ def test_engine_without_caching_is_the_stock_engine_with_our_worker(engines: Any
     assert name == stock.results()["uncached"]["scheduler"] == STOCK_SCHEDULER
     found = stock.uncached_answers(engine)
     assert found == stock.results()["uncached"]["answers"]
-    assert runner._PAD_BLOCK_ID == stock.results()["uncached"]["padding block"]
+    assert stock.results()["uncached"]["padding block"] == runner._PAD_BLOCK_ID
     assert runner._save_after_step == ()

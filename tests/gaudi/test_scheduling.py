@@ -7,6 +7,7 @@ from typing import Any
 import driving
 import harness
 import pytest
+
 from vllm_gaudi_ext.scheduler import GdnAsyncScheduler, GdnScheduler
 
 B = 384

@@ -28,9 +28,7 @@ def test_stock_engine_is_stock(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["hits", "spawned hits", "non-compact hits"])
-def test_stock_hits_differ_from_cold_and_from_each_other(
-    seen: dict[str, Any], engine: str
-) -> None:
+def test_stock_hits_differ_from_cold_and_from_each_other(seen: dict[str, Any], engine: str) -> None:
     """`non-compact hits` ran with VLLM_COMPACT_GDN=0, which does not help either."""
     runs = seen[engine]
     assert runs["cold"][:2] == runs["again"][:2], "cold runs must agree, or nothing is shown"

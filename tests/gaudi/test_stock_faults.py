@@ -11,6 +11,7 @@ import fp32
 import harness
 import pytest
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
+
 from vllm_gaudi_ext.runner import GaudiExtModelRunner
 from vllm_gaudi_ext.scheduler import GdnAsyncScheduler
 

@@ -1,10 +1,10 @@
 """Keeps vllm-gaudi from warning of a slot leak that is none.
 
 Target: the warning "GDN_COMPACT free finished req=%s has NO slot! Possible leak." that
-`HPUModelRunner._update_states` of vllm-gaudi 0.26.0 logs for a finished request without a slot. Why:
-a preempted request has handed its slot back already, and may finish while it waits. How: a filter
-that drops the warning for such requests and lets every other one through. Remove when vllm-gaudi
-hands slots back on preemption by itself.
+`HPUModelRunner._update_states` of vllm-gaudi 0.26.0 logs for a finished request without a slot.
+Why: a preempted request has handed its slot back already, and may finish while it waits. How: a
+filter that drops the warning for such requests and lets every other one through. Remove when
+vllm-gaudi hands slots back on preemption by itself.
 """
 
 from __future__ import annotations

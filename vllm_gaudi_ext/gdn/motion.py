@@ -68,9 +68,7 @@ def int32_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
         )
     flat = tensor.view(rows, -1)
     if flat.shape[1] * flat.element_size() % 4:
-        raise ValueError(
-            f"a row of {flat.shape[1]} x {flat.dtype} is no whole number of int32"
-        )
+        raise ValueError(f"a row of {flat.shape[1]} x {flat.dtype} is no whole number of int32")
     return flat.view(torch.int32)
 
 

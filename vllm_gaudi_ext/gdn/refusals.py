@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 # vllm-gaudi 0.26.0 (extension/bucketing/common.py) stops at a budget that is no multiple of the
 # Mamba chunk size, which is 128 unless a model names its own.
 BUDGET_UNIT = 128
