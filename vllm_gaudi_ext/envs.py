@@ -9,7 +9,7 @@ vllm-gaudi are read by the functions below and never written.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,21 +41,42 @@ def __dir__() -> list[str]:
     return [*globals(), *environment_variables]
 
 
-def named_in_vllm_plugins(plugin: str) -> bool:
+# The functions below take another mapping where a deployment's own environment is meant, as
+# `gaudi-ext preflight` does with the `env` of a recipe.
+
+
+def with_overrides(overrides: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with the given variables set."""
+    return {**os.environ, **overrides}
+
+
+def named_in_vllm_plugins(plugin: str, environment: Mapping[str, str] | None = None) -> bool:
     """Whether `VLLM_PLUGINS` names this plugin (vLLM's own variable, a comma-separated list)."""
-    names = os.environ.get("VLLM_PLUGINS")
+    names = _of(environment).get("VLLM_PLUGINS")
     return names is not None and plugin in names.split(",")
 
 
-def contiguous_pa() -> bool:
+def contiguous_pa(environment: Mapping[str, str] | None = None) -> bool:
     """Whether vllm-gaudi's contiguous paged attention is asked for by `VLLM_CONTIGUOUS_PA`.
 
     Unset means off where prefix caching is on (vllm-gaudi 0.26.0, extension/features.py).
     """
-    return os.environ.get("VLLM_CONTIGUOUS_PA", "").lower() in (*_TRUE, "t", "y")
+    return _of(environment).get("VLLM_CONTIGUOUS_PA", "").lower() in (*_TRUE, "t", "y")
 
 
-def compact_gdn() -> bool:
+def compact_gdn(environment: Mapping[str, str] | None = None) -> bool:
     """Whether vllm-gaudi will use compact GDN slots: `VLLM_COMPACT_GDN`, on unless switched off."""
-    value = os.environ.get("VLLM_COMPACT_GDN", "")
+    value = _of(environment).get("VLLM_COMPACT_GDN", "")
     return not value or value.strip().lower() in ("1", "true")
+
+
+def defragmenter(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether `VLLM_DEFRAG` turns vllm-gaudi's KV defragmenter on.
+
+    Unset, it follows contiguous paged attention, which is a fact of its own.
+    """
+    return _of(environment).get("VLLM_DEFRAG", "").lower() in (*_TRUE, "t", "y")
+
+
+def _of(environment: Mapping[str, str] | None) -> Mapping[str, str]:
+    return os.environ if environment is None else environment

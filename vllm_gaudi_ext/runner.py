@@ -65,10 +65,12 @@ class GaudiExtModelRunner(HPUModelRunner):
         block_tokens = sizes.pop() if len(sizes) == 1 else None
         refusals.refuse(refusals.config_problems(self._serving_facts(block_tokens)))
 
-    def _serving_facts(self, block_tokens: int | None) -> refusals.ServingFacts:
+    def _serving_facts(
+        self, block_tokens: int | None, *, compact_groups: bool = True
+    ) -> refusals.ServingFacts:
         return facts.serving_facts(
             self.vllm_config,
-            compact_gdn=self._compact_gdn_enabled,
+            compact_gdn=self._compact_gdn_enabled and compact_groups,
             contiguous_pa=bool(self.use_contiguous_pa),
             defragmenter=bool(get_config().defrag),
             block_tokens=block_tokens,
@@ -97,11 +99,16 @@ class GaudiExtModelRunner(HPUModelRunner):
         )
         sizes = set(layout_facts.group_block_tokens)
         block_tokens = sizes.pop() if len(sizes) == 1 else None
+        self._layout = pages.cache_layout(config)
+        # With VLLM_USE_HYBRID_CACHE=0 states lie in blocks, although compact slots are asked for.
+        groups = {group.group_id for group in self._layout.gdn_groups}
+        compact_groups = groups <= self._compact_gdn_group_ids
         refusals.refuse(
-            refusals.config_problems(self._serving_facts(block_tokens))
+            refusals.config_problems(
+                self._serving_facts(block_tokens, compact_groups=compact_groups)
+            )
             + refusals.layout_problems(layout_facts)
         )
-        self._layout = pages.cache_layout(config)
         self._checkpoints = pages.checkpoint_pages(
             config, layers, end_of_graph=htorch.core.mark_step
         )
@@ -300,10 +307,12 @@ class GaudiExtModelRunner(HPUModelRunner):
             self.use_prefix_caching = caching
 
     def _ensure_decodes_first(self, scheduler_output: SchedulerOutput) -> None:
+        """Puts decodes first, as the parent does, and prompts in the order of their schedule."""
+        batch = self.input_batch
+        before = list(batch.req_ids)
         super()._ensure_decodes_first(scheduler_output)
         if self._checkpoints is None or self._in_warm_up:
             return
-        batch = self.input_batch
         first = next(
             (i for i in range(batch.num_reqs) if self._is_prompt(i, scheduler_output)),
             batch.num_reqs,
@@ -313,8 +322,10 @@ class GaudiExtModelRunner(HPUModelRunner):
         )
         for i in range(0, len(swaps), 2):
             batch.swap_states(swaps[i], swaps[i + 1])
-        if swaps:
-            # Sampling parameters lie on the device in batch order.
+        if batch.req_ids != before:
+            # Sampling parameters lie on the device in batch order. vllm-gaudi 0.26.0 copies them
+            # only when requests come or go, so a prompt that turns into a decode before its
+            # neighbour does would sample with the neighbour's.
             batch.refresh_sampling_metadata()
 
     def _align_and_pad_mrope_positions(

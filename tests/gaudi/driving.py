@@ -168,7 +168,7 @@ class Requests:
             inputs["cache_salt"] = salt
         priority = params.pop("priority", 0)
         sampling = SamplingParams(
-            temperature=0,
+            temperature=params.pop("temperature", 0.0),
             max_tokens=max_tokens,
             logprobs=1,
             ignore_eos=True,

@@ -96,6 +96,8 @@ def test_shapes_of_a_long_run_are_those_of_warm_up(warm: Any) -> None:
     checkpoints = engine.runner._checkpoints
     warmed = set(checkpoints.shapes)
     assert warmed, "warm-up did not run"
+    assert driving.free_slots(engine) == 4
+    assert checkpoints.counters.saved == checkpoints.counters.slots_zeroed == 0
     copies = len(checkpoints.batches)
     fills = len({size for motion, size in warmed if motion == "zero_blocks"})
     assert len(warmed) == 2 * copies + 2 * fills
@@ -103,7 +105,7 @@ def test_shapes_of_a_long_run_are_those_of_warm_up(warm: Any) -> None:
         checkpoints.warm_up()
     assert checkpoints.shapes == warmed
     with motions_watched(engine) as calls:
-        seen = long_run(engine, 1, 50)
+        seen = long_run(engine, 1, 30)
     assert seen.hits > 2
     assert seen.preempted > 0
     assert any(tokens > 0 for _, tokens in seen.resumed)

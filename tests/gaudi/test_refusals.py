@@ -8,6 +8,7 @@ RuntimeError with all of its problems.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,6 @@ import pytest
 import stock
 
 B = 384
-FAMILY = {"compact": "VLLM_COMPACT_GDN", "contiguous": "VLLM_CONTIGUOUS_PA"}
 STOCK_SCHEDULER = "vllm_gaudi.v1.core.sched.hpu_async_scheduler.HPUAsyncScheduler"
 STOCK_WORKER = "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"
 
@@ -127,14 +127,18 @@ SPEC_CASES = [
 ]
 
 
-def refusal_of(start: Callable[[], object], problems: int) -> str:
-    """The text of the one RuntimeError that `start` must end in, with that many problems."""
-    with pytest.raises(RuntimeError) as raised:
+def refusal_of(start: Callable[[], object], problems: int | None) -> str:
+    """The text of the one RuntimeError that `start` must end in.
+
+    Args:
+        problems: how many it must list; None for any number.
+    """
+    with pytest.raises(RuntimeError, match="cannot serve with prefix caching") as raised:
         start()
     text = str(raised.value)
-    plural = "s" if problems > 1 else ""
-    assert f"cannot serve with prefix caching ({problems} problem{plural})" in text
-    assert len(re.findall(r"^  \d+\. .+ -> .+$", text, flags=re.M)) == problems, text
+    listed = len(re.findall(r"^  \d+\. .+ -> .+$", text, flags=re.M))
+    assert listed == (problems or listed), text
+    assert f"({listed} problem{'s' if listed > 1 else ''})" in text
     return text
 
 
@@ -183,6 +187,34 @@ def test_smallest_legal_budget_of_the_refusal_starts_and_starves_nobody(engines:
     (chunks,) = [c for r, c in seen.chunks().items() if r.startswith("prefill")]
     # A block in every step while the others decode: nothing of the budget's last block is lost.
     assert chunks[:4] == [(0, B), (B, B), (2 * B, B), (3 * B, 20)]
+
+
+def model_of(*kinds: str) -> Any:
+    """The dense tiny model with these layers, "l" for GDN and "f" for full attention."""
+    import tiny_models
+
+    names = {"l": "linear_attention", "f": "full_attention"}
+    layers = [names[kind] for kind in "".join(kinds)]
+    text = dict(tiny_models.DENSE.text)
+    text |= {"layer_types": layers, "num_hidden_layers": len(layers)}
+    return replace(tiny_models.DENSE, name=f"tiny-{''.join(kinds)}", text=text)
+
+
+@pytest.mark.parametrize("layers", ["lllf" * 2, "lf" * 2], ids=["three groups", "one group"])
+def test_states_by_block_are_refused(engines: Any, layers: str) -> None:
+    """Without vllm-gaudi's hybrid cache states lie in blocks, whatever VLLM_COMPACT_GDN says."""
+    env = {"VLLM_USE_HYBRID_CACHE": "0"}
+    text = refusal_of(
+        lambda: engines(model_of(layers), env=env, max_num_batched_tokens=512), problems=None
+    )
+    assert "VLLM_USE_HYBRID_CACHE" in text
+
+
+def test_model_with_more_attention_than_gdn_layers_is_refused(engines: Any) -> None:
+    """vLLM then makes several attention groups, and a state's block is no page of one layer."""
+    text = refusal_of(lambda: engines(model_of("flff"), max_num_batched_tokens=512), 1)
+    assert "3 attention groups" in text
+    assert "--no-enable-prefix-caching" in text
 
 
 # The KV cache: the running engine is given a configuration that vLLM would not make for it.
@@ -400,3 +432,22 @@ def test_engine_without_caching_is_the_stock_engine_with_our_worker(engines: Any
     assert found == stock.results()["uncached"]["answers"]
     assert stock.results()["uncached"]["padding block"] == runner._PAD_BLOCK_ID
     assert runner._save_after_step == ()
+
+
+def test_model_without_gdn_layers_is_left_to_vllm_gaudi(engines: Any, tmp_path: Any) -> None:
+    """Prefix caching on such a model is stock's own: its scheduler, its block of 128 tokens."""
+    engines.stop()
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512}
+    config |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config |= {"max_position_embeddings": 4096, "dtype": "bfloat16", "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "limit_mm_per_prompt": None}
+    with harness.start(tmp_path, max_num_batched_tokens=B, **options) as engine:
+        name = f"{type(engine.scheduler).__module__}.{type(engine.scheduler).__qualname__}"
+        assert name == STOCK_SCHEDULER
+        assert type(engine.worker).__module__ == "vllm_gaudi_ext.worker"
+        assert engine.runner._checkpoints is None
+        first, hit = (engine.run([harness.prompt(7, 900)], salt="plain")[0] for _ in range(2))
+        assert (first.cached_tokens, hit.cached_tokens) == (0, 7 * 128)
+        assert hit.distance(first) == 0.0

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 Run = Callable[[str], harness.Result]
+B = 384
 
 
 def assert_hits_equal_cold(engine: Any, run: Run, cached: int) -> harness.Result:
@@ -72,6 +73,27 @@ def test_hits_of_other_architectures_equal_cold(
     assert [r.distance(c) for r, c in zip(results, cold, strict=True)] == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("layers", "groups"), [("lflf", [2]), ("lllfllf", [2, 2, 1])], ids=["one group", "uneven"]
+)
+def test_hits_of_other_layer_patterns_equal_cold(
+    engines: Any, layers: str, groups: list[int]
+) -> None:
+    """One GDN group; and three of which the last is one layer short."""
+    import dataclasses
+
+    import tiny_models
+
+    kinds = [{"l": "linear_attention", "f": "full_attention"}[kind] for kind in layers]
+    text = dict(tiny_models.DENSE.text)
+    text |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    model = dataclasses.replace(tiny_models.DENSE, name=f"tiny-{layers}", text=text)
+    engine = engines(model, max_num_batched_tokens=512)
+    assert [len(group.layers) for group in engine.runner._layout.gdn_groups] == groups
+    tokens = harness.prompt(40, 2 * B + 30)
+    assert_hits_equal_cold(engine, lambda salt: engine.run([tokens], salt=salt)[0], 2 * B)
+
+
 def generate(engine: Any, inputs: dict[str, Any], salt: str, **options: Any) -> harness.Result:
     """Runs one request that `Engine.run` has no words for, greedily, to six tokens."""
     from vllm import SamplingParams
@@ -89,10 +111,6 @@ def generate(engine: Any, inputs: dict[str, Any], salt: str, **options: Any) -> 
     return harness.Result(tokens, logprobs, output.num_cached_tokens or 0)
 
 
-B = 384
-IMAGE_TOKENS = 20  # 160 x 128 pixels in merged patches of 32 x 32
-
-
 @pytest.fixture
 def image_engine(engines: Any) -> Any:
     return engines(
@@ -105,7 +123,7 @@ def image_engine(engines: Any) -> Any:
 
 
 def image(seed: int) -> Any:
-    """A picture of noise, whose 20 tokens differ from seed to seed."""
+    """A picture of noise that differs from seed to seed: 20 tokens of 32 x 32 pixels each."""
     import numpy
     from PIL import Image
 

@@ -155,6 +155,20 @@ def hit_on_a_block_of_the_same_step(engine: Any) -> list[tuple[harness.Result, h
     return [(run.result(name), cold[name]) for name in cold]
 
 
+def neighbour_decodes_first(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
+    """A hot short prompt turns into a decode while a greedy long one is still at its chunks."""
+    tokens = harness.prompt(30, 4 * B + 20)
+    cold = driving.cold(engine, tokens, 12)
+    run = driving.Requests(engine)
+    with driving.forced_cuts(engine, {0: 3 * B, 3 * B: B}), driving.watched(engine) as seen:
+        run.add("greedy", tokens, 12, driving.salt())
+        run.add("hot", harness.prompt(31, 60), 30, driving.salt(), temperature=2.0, seed=5)
+        run.drain()
+    first, second = list(seen.chunks().values())
+    assert (first[0], second[0]) == ((0, 3 * B), (0, 60)), "not prefilled in one step"
+    return [(run.result("greedy"), cold)]
+
+
 def restore_stock(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(GaudiExtModelRunner, name, getattr(HPUModelRunner, name))
 
@@ -183,6 +197,10 @@ FAULTS = {
     "preempted and resumed in one schedule": (
         forced_reset,
         leave_out("_drop_rows_of_resumed"),
+    ),
+    "sampling parameters of a neighbour": (
+        neighbour_decodes_first,
+        restore_stock("_ensure_decodes_first"),
     ),
     "a hit before its writer": (
         hit_on_a_block_of_the_same_step,

@@ -60,13 +60,23 @@ def test_no_other_module_reads_the_environment(package: str) -> None:
 
 def test_the_environment_is_only_asked() -> None:
     tree = ast.parse(ENVS.read_text(encoding="utf-8"))
-    asked = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.environ.get"
-    ]
-    # Every other use would be one more: a subscript, a write, or the table handed on.
-    assert len(asked) == len(environment_uses(ast.unparse(tree)))
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    uses = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "environ"]
+    assert uses
+    for use in uses:
+        parent = parents[use]
+        # Asked for a value, copied, or chosen as what a reader asks; a subscript or any other
+        # method could write.
+        asked = isinstance(parent, ast.Attribute) and parent.attr == "get"
+        assert asked or isinstance(parent, ast.Dict | ast.IfExp), ast.unparse(parent)
+
+
+def test_readers_take_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CONTIGUOUS_PA", "true")
+    assert envs.contiguous_pa()
+    assert not envs.contiguous_pa({})
+    assert envs.contiguous_pa(envs.with_overrides({}))
+    assert not envs.contiguous_pa(envs.with_overrides({"VLLM_CONTIGUOUS_PA": "false"}))
 
 
 @variables

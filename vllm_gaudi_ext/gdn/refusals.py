@@ -126,8 +126,9 @@ def config_problems(facts: ServingFacts) -> list[Problem]:
     )
     refuse(
         not facts.compact_gdn,
-        "compact GDN is off (VLLM_COMPACT_GDN), so states lie in blocks and not in slots",
-        "VLLM_COMPACT_GDN=1, or leave it unset",
+        "compact GDN is off (VLLM_COMPACT_GDN or VLLM_USE_HYBRID_CACHE), so states lie in blocks "
+        "and not in slots",
+        "VLLM_COMPACT_GDN=1 and VLLM_USE_HYBRID_CACHE=1, or leave both unset",
     )
     refuse(
         facts.speculative is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,6 +28,9 @@ from vllm_gaudi_ext.planner.plan import (
     resolve_dtype,
     ssm_dtype,
 )
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ext.planner.serve_args import ServeArgs
 
 DEFAULT_TOKENS = 8192
 # vLLM's --gpu-memory-utilization (vllm/config/cache.py:68, 0.26.0).
@@ -74,16 +78,23 @@ def options_from_serve(options: Options) -> Options:
     Raises:
         PlanError: the file is refused, or asks for something that the planner can't compute.
     """
-    from vllm_gaudi_ext.planner.serve_args import (
-        parse_serve_yaml,
-        recipe_platform,
-        serve_args,
-    )
+    from vllm_gaudi_ext.planner.serve_args import parse_serve_yaml, serve_args
 
     assert options.serve is not None, options
     if options.model is not None:
         raise PlanError("pass a model or --serve FILE, not both: the file names its model")
-    args = serve_args(parse_serve_yaml(options.serve), options.serve)
+    return options_from_args(options, serve_args(parse_serve_yaml(options.serve), options.serve))
+
+
+def options_from_args(options: Options, args: ServeArgs) -> Options:
+    """The options of a serve.yaml whose arguments were read already; what was typed wins.
+
+    Raises:
+        PlanError: they ask for something that the planner can't compute.
+    """
+    from vllm_gaudi_ext.planner.serve_args import recipe_platform
+
+    assert options.serve is not None, options
     if args.pp > 1:
         raise PlanError(
             f"{options.serve}: pipeline-parallel-size {args.pp} is not something we can plan for"
