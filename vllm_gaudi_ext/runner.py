@@ -310,6 +310,7 @@ class GaudiExtModelRunner(HPUModelRunner):
         """Puts decodes first, as the parent does, and prompts in the order of their schedule."""
         batch = self.input_batch
         before = list(batch.req_ids)
+        allowed = self._allowed_token_masks()
         super()._ensure_decodes_first(scheduler_output)
         if self._checkpoints is None or self._in_warm_up:
             return
@@ -323,10 +324,26 @@ class GaudiExtModelRunner(HPUModelRunner):
         for i in range(0, len(swaps), 2):
             batch.swap_states(swaps[i], swaps[i + 1])
         if batch.req_ids != before:
+            for row, request_id in enumerate(batch.req_ids if allowed else ()):
+                mask = batch.allowed_token_ids_mask_cpu_tensor[row]
+                mask.copy_(allowed[request_id]) if request_id in allowed else mask.fill_(False)
             # Sampling parameters lie on the device in batch order. vllm-gaudi 0.26.0 copies them
             # only when requests come or go, so a prompt that turns into a decode before its
             # neighbour does would sample with the neighbour's.
             batch.refresh_sampling_metadata()
+
+    def _allowed_token_masks(self) -> dict[str, torch.Tensor]:
+        """Copies of the rows that forbid tokens, by request; True in a row forbids.
+
+        `InputBatch.swap_states` of vllm-gaudi 0.26.0 swaps these rows as views of one tensor, which
+        leaves both requests with the same row.
+        """
+        batch = self.input_batch
+        masks = batch.allowed_token_ids_mask_cpu_tensor
+        if masks is None or self._checkpoints is None:
+            return {}
+        rows = batch.req_id_to_index
+        return {r: masks[rows[r]].clone() for r in batch.has_allowed_token_ids if r in rows}
 
     def _align_and_pad_mrope_positions(
         self, req_ids: list[str], context_lens: Any, query_lens: Any, *args: Any

@@ -159,6 +159,7 @@ class Requests:
         tokens: Sequence[int],
         max_tokens: int,
         salt: str | None = None,
+        allowed: Sequence[int] | None = None,
         **params: Any,
     ) -> None:
         from vllm import SamplingParams
@@ -173,6 +174,7 @@ class Requests:
             logprobs=1,
             ignore_eos=True,
             detokenize=False,
+            allowed_token_ids=None if allowed is None else list(allowed),
             **params,
         )
         self.llm_engine.add_request(name, inputs, sampling, priority=priority)

@@ -237,3 +237,44 @@ def test_wrong_or_stopped_without_the_override(
     finally:
         engines.stop()
     assert not right
+
+
+ALLOWED = {"long": [100, 101, 102], "short": [200, 201, 202]}
+
+
+def answers_within_bounds(engine: Any) -> bool:
+    """Two prompts that may answer only some tokens change rows; each must keep its own bounds."""
+    run = driving.Requests(engine)
+    # It frees the first row just when the short prompt arrives, ahead of the long one's.
+    run.add("first", harness.prompt(40, 40), 3, driving.salt())
+    run.step()
+    run.add("long", harness.prompt(41, 7 * B - 100), 6, driving.salt(), ALLOWED["long"])
+    moved = []
+    batch = engine.runner.input_batch
+    swap = batch.swap_states
+
+    def swapping(a: int, b: int) -> None:
+        moved.append((a, b))
+        swap(a, b)
+
+    with (
+        driving.replaced(batch, "swap_states", swapping),
+        # Chunks of one block, so that the long prompt is still at it when the short one comes.
+        driving.forced_cuts(engine, {k * B: B for k in range(6)}),
+    ):
+        while "first" not in run.finished:
+            run.step()
+        run.add("short", harness.prompt(42, 100), 6, driving.salt(), ALLOWED["short"])
+        run.drain()
+    assert moved, "no row was moved"
+    return all(set(run.result(name).tokens) <= set(ids) for name, ids in ALLOWED.items())
+
+
+@pytest.mark.parametrize("mended", [True, False], ids=["with-override", "without"])
+def test_allowed_tokens_follow_their_request(
+    engines: Any, mended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(engines, "allowed tokens")
+    if not mended:
+        monkeypatch.setattr(GaudiExtModelRunner, "_allowed_token_masks", lambda self: {})
+    assert answers_within_bounds(engine) is mended
