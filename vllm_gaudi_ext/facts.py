@@ -82,6 +82,7 @@ def serving_facts(
         max_num_batched_tokens=budget,
         max_num_seqs=scheduler.max_num_seqs,
         long_prefill_token_threshold=getattr(scheduler, "long_prefill_token_threshold", 0),
+        disable_chunked_mm_input=bool(scheduler.disable_chunked_mm_input),
         foreign_worker=foreign_worker,
         foreign_scheduler=foreign_scheduler,
         block_tokens=block_tokens,

@@ -247,6 +247,10 @@ class GaudiExtModelRunner(HPUModelRunner):
     def _release_slots(self, scheduler_output: SchedulerOutput) -> None:
         preempted = plan.release_order(scheduler_output.preempted_req_ids or ())
         self._replays.forget([*preempted, *scheduler_output.finished_req_ids])
+        for request_id in scheduler_output.finished_req_ids:
+            if request_id not in self.requests:
+                # Ended before it ever ran, so it never had a slot.
+                self._released.release(request_id)
         for request_id in preempted:
             slot = self._gdn_req_to_base_slot.pop(request_id, None)
             if slot is not None:
@@ -332,6 +336,19 @@ class GaudiExtModelRunner(HPUModelRunner):
             # neighbour does would sample with the neighbour's.
             batch.refresh_sampling_metadata()
 
+    def _run_sampling(
+        self, batch_changed: bool, logits: torch.Tensor, request_ids: Any = None, *args: Any
+    ) -> Any:
+        """Samples a step with a grammar in the order of its logits, which is that of the batch.
+
+        vllm-gaudi 0.26.0 stacks the logits of decodes before those of prompts, but names prompts
+        before decodes here, so each would sample with the other's parameters.
+        """
+        if self._checkpoints is not None and self.use_structured_output and request_ids:
+            rows = self.input_batch.req_id_to_index
+            request_ids = sorted(request_ids, key=rows.__getitem__)
+        return super()._run_sampling(batch_changed, logits, request_ids, *args)
+
     def _allowed_token_masks(self) -> dict[str, torch.Tensor]:
         """Copies of the rows that forbid tokens, by request; True in a row forbids.
 
@@ -380,7 +397,10 @@ class GaudiExtModelRunner(HPUModelRunner):
         """
         if self._checkpoints is not None:
             previous = self.input_batch.prev_req_id_to_index or {}
-            if any(request_id not in previous for request_id in self.input_batch.req_ids):
+            if any(
+                request_id not in previous and not self._is_prompt(row, scheduler_output)
+                for row, request_id in enumerate(self.input_batch.req_ids)
+            ):
                 # Decodes come first and take a row each: one fixed shape holds them all.
                 rows = min(self.max_num_reqs, self.input_ids_hpu.shape[0])
                 # A copy of the host's ids: that buffer is written again in the next step.

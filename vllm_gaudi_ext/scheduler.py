@@ -18,6 +18,8 @@ from vllm_gaudi_ext.log import logger_for
 logger = logger_for(__name__)
 
 _REMEMBERED_SESSIONS = 1024
+# What vLLM 0.26.0 sends when a session's input ends (v1/engine/async_llm.py).
+_CLOSING_PROMPT = [0]
 
 
 class GdnPrefixCaching(Scheduler):
@@ -37,15 +39,29 @@ class GdnPrefixCaching(Scheduler):
         # sends; the bound keeps those from piling up.
         self._rejected_sessions: deque[str] = deque(maxlen=_REMEMBERED_SESSIONS)
 
-    def _mamba_block_aligned_split(self, request: Request, *args: Any, **kwargs: Any) -> int:
-        """vLLM's own split, on B. vllm-gaudi's would cut at the 128 tokens of a Mamba chunk."""
+    def _mamba_block_aligned_split(
+        self, request: Request, num_new_tokens: int, *computed: int, **kwargs: Any
+    ) -> int:
+        """vLLM's own split, on B. vllm-gaudi's would cut at the 128 tokens of a Mamba chunk.
+
+        A chunk that the encoder budget ends before an image, inside the block it starts in, keeps
+        its end: vLLM 0.26.0 would cut it to nothing in every step, and whoever waits behind it
+        would wait for good. The chunk after it stops at the block's end, where the checkpoint is.
+        """
         if self.cache_config.block_size != self._block_tokens:
             raise RuntimeError(
                 f"gaudi_ext: the live block size is {self.cache_config.block_size} tokens, but the "
                 f"KV cache was built with B={self._block_tokens}: chunks would end where no "
                 "checkpoint is made"
             )
-        return Scheduler._mamba_block_aligned_split(self, request, *args, **kwargs)
+        aligned = Scheduler._mamba_block_aligned_split(
+            self, request, num_new_tokens, *computed, **kwargs
+        )
+        if aligned == 0 and num_new_tokens > 0:
+            end = request.num_computed_tokens + sum((*computed, *kwargs.values())) + num_new_tokens
+            if any(item.mm_position.offset == end for item in request.mm_features):
+                return num_new_tokens
+        return aligned
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         """Evicts the hashes of blocks that this step would have computed.
@@ -68,38 +84,60 @@ class GdnPrefixCaching(Scheduler):
         super()._preempt_request(request, timestamp)
 
     def add_request(self, request: Request) -> None:
-        """Rejects streaming-input sessions: they resume at offsets that have no checkpoint.
+        """Rejects, one by one, the requests that would get or give a wrong answer.
 
         A rejected request ends at once with an error of its own; the engine goes on.
         """
+        request_id = request.request_id
+        if request_id in self._rejected_sessions and request.resumable:
+            return
+        if request_id in self._rejected_sessions:
+            self._rejected_sessions.remove(request_id)
+            if request.prompt_token_ids == _CLOSING_PROMPT:
+                # The session's closing message. Its request is gone; this would start a new one.
+                return
         if request.resumable:
-            self._reject_session(request)
-        elif request.request_id in self._rejected_sessions:
-            # The session's closing message. Its request is gone, so this would start a new one.
-            self._rejected_sessions.remove(request.request_id)
+            self._rejected_sessions.append(request_id)
+            self._reject(
+                request,
+                "streaming input can resume at any token, and prefix caching on GDN layers resumes "
+                f"only on block boundaries (B={self._block_tokens}); serve it with "
+                "--no-enable-prefix-caching",
+            )
+        elif why := self._why_not(request):
+            self._reject(request, why)
         else:
             super().add_request(request)
 
-    def _reject_session(self, request: Request) -> None:
-        if request.request_id in self._rejected_sessions:
-            return
-        logger.error(
-            "Request %s is a streaming-input session, which can resume at any token; prefix "
-            "caching on GDN layers resumes only on block boundaries (B=%d). It is rejected; serve "
-            "such sessions with --no-enable-prefix-caching.",
-            request.request_id,
-            self._block_tokens,
-        )
-        self._rejected_sessions.append(request.request_id)
+    def _why_not(self, request: Request) -> str | None:
+        """Why this request can't be served, None where it can."""
+        return None
+
+    def _reject(self, request: Request, why: str) -> None:
+        logger.error("Request %s is rejected: %s.", request.request_id, why)
         request.resumable = False
         # Blocked until the step's end, where vLLM turns the ids in this set into error outputs.
         request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        request.structured_output_request = None
         super().add_request(request)
         self.grammar_compile_error_reqs.add(request.request_id)
 
 
 class GdnScheduler(GdnPrefixCaching):
     """vLLM's synchronous scheduler for GDN hybrids with prefix caching."""
+
+    def _why_not(self, request: Request) -> str | None:
+        """Structured outputs: vllm-gaudi 0.26.0 would give its neighbours made-up tokens.
+
+        Its runner samples a row for every prompt chunk in a step with a grammar, and without
+        asynchronous scheduling nobody drops the rows of chunks that do not end their prompt.
+        """
+        if request.use_structured_output:
+            return (
+                "structured outputs without asynchronous scheduling put made-up tokens into the "
+                "answers of prompts that are prefilled in chunks; remove --no-async-scheduling"
+            )
+        return None
 
 
 class GdnAsyncScheduler(GdnPrefixCaching, HPUAsyncScheduler):

@@ -66,6 +66,40 @@ def test_every_request_advances_in_a_small_budget(engines: Any) -> None:
     assert longest_wait < len(seen.steps)
 
 
+class Item:
+    """Where an image stands in a prompt, as the scheduler sees it."""
+
+    def __init__(self, offset: int) -> None:
+        self.mm_position = self
+        self.offset = offset
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [([], 0), ([100], 0), ([100, 250], 250), ([250], 250), ([251], 0)],
+    ids=["text", "behind it", "two in one block", "at the cut", "past the cut"],
+)
+def test_chunk_that_must_end_before_an_image_still_advances(
+    engines: Any, images: list[int], expected: int
+) -> None:
+    """The encoder budget ends a chunk at token 250, inside the block it starts in."""
+    from types import SimpleNamespace
+
+    scheduler = engines(max_num_batched_tokens=1024, async_scheduling=True).scheduler
+    request = SimpleNamespace(
+        num_computed_tokens=0,
+        num_prompt_tokens=2000,
+        num_tokens=2000,
+        shared_prefix_boundary=0,
+        mm_features=[Item(offset) for offset in images],
+    )
+    assert scheduler._mamba_block_aligned_split(request, 250) == expected
+    request.num_computed_tokens = 250
+    # The next chunk stops where the checkpoint is made.
+    assert scheduler._mamba_block_aligned_split(request, 700) == B - 250
+    assert scheduler._mamba_block_aligned_split(request, 0) == 0
+
+
 def test_streaming_input_session_is_rejected_alone(engines: Any) -> None:
     """A session ends with an error of its own; the request beside it is served."""
     engine = engines(max_num_batched_tokens=1024, async_scheduling=True)
@@ -74,10 +108,10 @@ def test_streaming_input_session_is_rejected_alone(engines: Any) -> None:
     from vllm.v1.engine import EngineCoreRequest, FinishReason
     from vllm.v1.request import Request
 
-    def request(name: str, *, resumable: bool) -> Request:
+    def request(name: str, *, resumable: bool, closing: bool = False) -> Request:
         made = EngineCoreRequest(
             request_id=name,
-            prompt_token_ids=harness.prompt(5, 50),
+            prompt_token_ids=[0] if closing else harness.prompt(5, 50),
             mm_features=None,
             sampling_params=SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
             pooling_params=None,
@@ -107,9 +141,29 @@ def test_streaming_input_session_is_rejected_alone(engines: Any) -> None:
     drain()
     assert reasons == {"session": FinishReason.ERROR, "plain": FinishReason.LENGTH}
     # The closing message of the session must not start a request of its own.
-    core.add_request(request("session", resumable=False))
+    core.add_request(request("session", resumable=False, closing=True))
     assert not engine.scheduler.has_requests()
     core.add_request(request("alone", resumable=True))
     drain()
     assert reasons["alone"] == FinishReason.ERROR
+    # A session that was cancelled sends no closing message; its id may come back in earnest.
+    core.add_request(request("alone", resumable=False))
+    drain()
+    assert reasons["alone"] == FinishReason.LENGTH
     assert driving.free_slots(engine) + len(engine.runner._gdn_req_to_base_slot) == 4
+
+
+def test_structured_request_is_rejected_alone_under_synchronous_scheduling(engines: Any) -> None:
+    """In vllm-gaudi 0.26.0 it would put made-up tokens into its neighbours' answers."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    engine = engines(max_num_batched_tokens=1024, async_scheduling=False)
+    long = harness.prompt(6, 1500)
+    cold = driving.cold(engine, long, 8)
+    run = driving.Requests(engine)
+    structured = StructuredOutputsParams(regex="[a-z ]{40}")
+    run.add("plain", long, 8, driving.salt())
+    run.add("grammar", harness.prompt(7, 60), 20, driving.salt(), structured_outputs=structured)
+    run.drain()
+    assert run.outputs["grammar"].outputs[0].finish_reason == "error"
+    assert run.result("plain").distance(cold) == 0.0

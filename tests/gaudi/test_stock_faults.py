@@ -169,6 +169,31 @@ def neighbour_decodes_first(engine: Any) -> list[tuple[harness.Result, harness.R
     return [(run.result("greedy"), cold)]
 
 
+def grammar_beside_a_hot_prompt(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
+    """A greedy request with a grammar decodes while a hot prompt is prefilled beside it."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def ask(run: driving.Requests, name: str) -> None:
+        structured = StructuredOutputsParams(regex="[a-z ]{60}")
+        tokens = harness.prompt(50, 60)
+        run.add(name, tokens, 30, driving.salt(), structured_outputs=structured)
+
+    alone = driving.Requests(engine)
+    ask(alone, "alone")
+    alone.drain()
+    run = driving.Requests(engine)
+    ask(run, "grammar")
+    while driving.find(engine, "grammar").num_output_tokens < 4:
+        run.step()
+    with driving.watched(engine) as seen:
+        run.add("hot", harness.prompt(51, 4 * B + 20), 12, driving.salt(), temperature=2.0, seed=7)
+        run.drain()
+    assert any(
+        len(s.num_scheduled_tokens) == 2 and s.has_structured_output_requests for s in seen.steps
+    ), "the grammar was never sampled beside the prompt"
+    return [(run.result("grammar"), alone.result("alone"))]
+
+
 def restore_stock(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(GaudiExtModelRunner, name, getattr(HPUModelRunner, name))
 
@@ -201,6 +226,10 @@ FAULTS = {
     "sampling parameters of a neighbour": (
         neighbour_decodes_first,
         restore_stock("_ensure_decodes_first"),
+    ),
+    "a grammar's step beside a prompt": (
+        grammar_beside_a_hot_prompt,
+        restore_stock("_run_sampling"),
     ),
     "a hit before its writer": (
         hit_on_a_block_of_the_same_step,

@@ -141,6 +141,11 @@ MORE_CONFIG_CASES = [
         ("896 tokens", "leaves 640"),
         ("--max-num-batched-tokens 2000 ", "multiple of 1000"),
     ),
+    Case(
+        {"disable_chunked_mm_input": True},
+        ("chunked multimodal input",),
+        ("--disable-chunked-mm-input",),
+    ),
     Case({"long_prefill_token_threshold": 1}, ("1 tokens",), ("--long-prefill-token-threshold",)),
 ]
 LAYOUT_CASES = [

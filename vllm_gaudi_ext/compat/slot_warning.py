@@ -15,7 +15,7 @@ _TEXT = "has NO slot! Possible leak"
 
 
 class ReleasedSlots(logging.Filter):
-    """Remembers requests whose slot was handed back while they wait."""
+    """Remembers requests that have no slot and need none: preempted, or ended before they ran."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,10 @@ class ReleasedSlots(logging.Filter):
         return True
 
     def attach(self) -> None:
-        """Adds this filter to the logger that vllm-gaudi's runner uses, once."""
+        """Makes this the one such filter of the logger that vllm-gaudi's runner uses."""
         from vllm_gaudi.v1.worker import hpu_model_runner
 
-        hpu_model_runner.logger.addFilter(self)
+        logger = hpu_model_runner.logger
+        for earlier in [f for f in logger.filters if isinstance(f, ReleasedSlots)]:
+            logger.removeFilter(earlier)
+        logger.addFilter(self)

@@ -101,6 +101,10 @@ class CheckpointPages:
     counters: CopyCounters = field(default_factory=CopyCounters)
     shapes: set[tuple[str, int]] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        # Uploaded once: they are zeroed in every step.
+        self._reserved_slots = self._upload([0, self.states[0].conv.shape[0] - 1])
+
     def save(self, rows: Sequence[SlotBlock]) -> None:
         """Copies each slot's state into its block's pages; the rest of the page becomes zero."""
         for slots, blocks in self._index_pairs("save", rows):
@@ -158,8 +162,7 @@ class CheckpointPages:
                 tensor.zero_()
         for state in self.states:
             for tensor in (state.conv, state.ssm):
-                tensor[0].zero_()
-                tensor[-1].zero_()
+                tensor.index_fill_(0, self._reserved_slots, 0)
         self.end_of_graph()
 
     def warm_up(self) -> None:

@@ -164,7 +164,8 @@ class Replays:
     """Resumed requests that still run tokens which they had generated before.
 
     Until such a request has caught up, its outputs count as prompt: otherwise the runner asks for
-    one logits row for each old output, or takes the last token for a decode.
+    one logits row for each old output, or takes the last token for a decode. Behind that point the
+    prompt length may stay as it was set: every token it counts is computed then.
     """
 
     _until: dict[str, int] = field(default_factory=dict)

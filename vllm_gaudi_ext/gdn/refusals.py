@@ -48,6 +48,7 @@ class ServingFacts:
         pooling: a pooling model.
         max_num_batched_tokens: the token budget of a step.
         max_num_seqs: the largest number of running requests.
+        disable_chunked_mm_input: images may not be cut, so a chunk may have to end before one.
         budget_unit: what vllm-gaudi wants the budget to be a multiple of, in tokens.
         long_prefill_token_threshold: the longest chunk of a long prefill, 0 for no limit.
         foreign_worker, foreign_scheduler: a worker or scheduler class that is not ours, else None.
@@ -69,6 +70,7 @@ class ServingFacts:
     max_num_batched_tokens: int
     max_num_seqs: int
     long_prefill_token_threshold: int
+    disable_chunked_mm_input: bool = False
     budget_unit: int = BUDGET_UNIT
     foreign_worker: str | None = None
     foreign_scheduler: str | None = None
@@ -174,6 +176,12 @@ def config_problems(facts: ServingFacts) -> list[Problem]:
         facts.pooling,
         "a pooling model ends its requests before any checkpoint is used",
         CACHING_OFF,
+    )
+    refuse(
+        facts.disable_chunked_mm_input,
+        "chunked multimodal input is off: a chunk that must end before an image may never reach a "
+        "block boundary",
+        "remove --disable-chunked-mm-input",
     )
     refuse(
         facts.foreign_worker is not None,

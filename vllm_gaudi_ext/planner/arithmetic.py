@@ -433,7 +433,10 @@ def token_budget(
         unit: what the budget must be a multiple of; 128 on Gaudi.
     """
     decodes = max_num_seqs * (1 + drafts)
-    aim = DEFAULT_BUDGET if asked is None else max(asked - decodes, 1)
+    aim = DEFAULT_BUDGET
+    if asked is not None:
+        # Rounding up reaches what was asked from here on; a budget that is right stays as it is.
+        aim = max((asked - 1) // unit * unit + 1 - decodes, 1)
     k = max(1, ceil_div(aim, block))
 
     def rounded(tokens: int) -> int:

@@ -80,6 +80,9 @@ class EmulatedDevice(TorchFunctionMode):
         if func in _NAME_DEVICES:
             return func(*args, **kwargs)
         target = None
+        if kwargs.get("pin_memory"):
+            # Pinning needs an accelerator of its own; it changes how fast a copy is, and no value.
+            kwargs = kwargs | {"pin_memory": False}
         if "device" in kwargs:
             device = kwargs["device"]
             # A bare index, as from torch.hpu.current_device(), means that HPU.
