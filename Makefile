@@ -3,6 +3,8 @@
 # ARGS go on to pytest: make test ARGS="-k restore -x"
 
 ENVIRONMENT := python3 tests/environments/environment.py
+# Two processes, a file of tests to each: a file's tests share an engine.
+PYTEST := python -m pytest -n 2 --dist loadfile
 
 .PHONY: help test test-full lint demo clean clean-all
 
@@ -14,10 +16,10 @@ help:
 	@echo "make clean      remove what runs and caches left; clean-all: the environments too"
 
 test:
-	@$(ENVIRONMENT) gaudi-or-dev -- python -m pytest -m "not slow" $(ARGS)
+	@$(ENVIRONMENT) gaudi-or-dev -- $(PYTEST) -m "not slow" $(ARGS)
 
 test-full:
-	@$(ENVIRONMENT) gaudi-or-dev -- python -m pytest $(ARGS)
+	@$(ENVIRONMENT) gaudi-or-dev -- $(PYTEST) $(ARGS)
 
 lint:
 	@$(ENVIRONMENT) dev -- ruff check .
