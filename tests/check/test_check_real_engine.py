@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from vllm_gaudi_ext.check import CheckOptions, run_check
 from vllm_gaudi_ext.check.verdict import Verdict
 

@@ -48,7 +48,19 @@ def measure(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     engines.stop()
 
 
-def test_pool_with_caching_is_the_whole_pool_of_compact_gdn(measure: Any, engines: Any) -> None:
+def planned(gdn: int, state: int, attention: int, heads: int, size: int) -> arithmetic.Layout:
+    layers = arithmetic.AttentionLayers("target", attention, heads, size, "bfloat16")
+    return arithmetic.lay_out(gdn_layers=gdn, state_bytes=state, attention=[layers], unit=128)
+
+
+def state_bytes(conv: int, heads: int, keys: int, values: int) -> int:
+    """A bf16 window of three conv columns, and an fp32 recurrent state."""
+    return 3 * conv * 2 + heads * keys * values * 4
+
+
+def test_pool_with_caching_is_the_whole_pool_and_the_other_layout_loses_two_fifths(
+    measure: Any, engines: Any
+) -> None:
     cached_bytes, cached_blocks = measure(enable_prefix_caching=True)
     engine = engines._engine
     page, layers = 49152, 2
@@ -69,30 +81,17 @@ def test_pool_with_caching_is_the_whole_pool_of_compact_gdn(measure: Any, engine
     assert cached_bytes / compact_bytes == 1.0
     assert cached_blocks / compact_blocks == 1.0
 
-
-def planned(gdn: int, state: int, attention: int, heads: int, size: int) -> arithmetic.Layout:
-    layers = arithmetic.AttentionLayers("target", attention, heads, size, "bfloat16")
-    return arithmetic.lay_out(gdn_layers=gdn, state_bytes=state, attention=[layers], unit=128)
-
-
-def state_bytes(conv: int, heads: int, keys: int, values: int) -> int:
-    """A bf16 window of three conv columns, and an fp32 recurrent state."""
-    return 3 * conv * 2 + heads * keys * values * 4
-
-
-def test_pool_of_the_non_compact_layout_loses_what_its_states_take(measure: Any) -> None:
-    """What the other way to serve caching would cost: every block's state beside its page."""
-    compact_bytes, _ = measure(enable_prefix_caching=False)
+    # What the other layout would cost: every block's state beside its page.
     separate_bytes, separate_blocks = measure(
         enable_prefix_caching=False, env={"VLLM_COMPACT_GDN": "0"}
     )
-    state, attention = state_bytes(384, 8, 32, 32), 2 * 384 * 1 * 32 * 2
-    factor = attention / (attention + state)
+    state = state_bytes(384, 8, 32, 32)
+    factor = page / (page + state)
     assert separate_bytes == int(compact_bytes * factor)
-    assert separate_blocks == separate_bytes // (attention * 2)
+    assert separate_blocks == separate_bytes // (page * layers)
     # The planner's formula is the engine's.
     layout = planned(6, state, 2, 1, 32)
-    assert (layout.block_tokens, layout.page_bytes) == (384, attention)
+    assert (layout.block_tokens, layout.page_bytes) == (384, page)
     assert arithmetic.noncompact_pool_factor(layout) == factor == pytest.approx(0.584, abs=5e-4)
 
 

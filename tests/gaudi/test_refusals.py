@@ -46,6 +46,11 @@ CONFIG_CASES = [
         env={"VLLM_CONTIGUOUS_PA": "true"},
     ),
     Case(
+        "defragmenter",
+        ("KV defragmenter is on", "VLLM_DEFRAG"),
+        env={"VLLM_DEFRAG": "true"},
+    ),
+    Case(
         "speculative decoding",
         ("method 'ngram'", "--speculative-config"),
         {
@@ -99,11 +104,6 @@ CONFIG_CASES = [
 ]
 
 SPEC_CASES = [
-    Case(
-        "defragmenter",
-        ("KV defragmenter is on", "VLLM_DEFRAG"),
-        env={"VLLM_DEFRAG": "true"},
-    ),
     Case(
         "partial-block hits",
         ("prefix_match_unit is 128 tokens", "--prefix-match-unit"),

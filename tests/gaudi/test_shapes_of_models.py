@@ -135,7 +135,7 @@ def image_run(engine: Any, before: int, after: int, picture: Any) -> Run:
     import tiny_models as t
 
     tokens = harness.prompt(50, before)
-    tokens += [t.VISION_START, t.IMAGE, t.VISION_END] + harness.prompt(51, after)
+    tokens += [t.VISION_START, t.IMAGE, t.VISION_END, *harness.prompt(51, after)]
     inputs = {"prompt_token_ids": tokens, "multi_modal_data": {"image": picture}}
     return lambda salt: generate(engine, inputs, salt)
 
