@@ -1,4 +1,4 @@
-"""The checker against the real `vllm serve`: it catches stock vllm-gaudi's fault, and passes ours."""
+"""The checker against the real `vllm serve`: it catches the stock fault, and passes ours."""
 
 from __future__ import annotations
 
