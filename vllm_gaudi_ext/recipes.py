@@ -8,6 +8,7 @@ the facts about it and is never passed to vLLM. The folders lie at the top of th
 from __future__ import annotations
 
 import datetime
+import difflib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,7 +25,6 @@ from pydantic import (
 
 from vllm_gaudi_ext.planner.config import DrafterOverrides
 from vllm_gaudi_ext.planner.errors import PlanError
-from vllm_gaudi_ext.planner.facts import nearest
 from vllm_gaudi_ext.planner.serve_args import read_yaml
 
 RECIPES = Path(__file__).resolve().parent / "_recipes"
@@ -174,6 +174,24 @@ def read_recipe(path: Path) -> Recipe:
         raise PlanError(f"{path}: {key + ': ' if key else ''}{reason}") from None
 
 
+def reading_beside(serve: Path) -> Reading | None:
+    """What the recipe.yaml beside a serve.yaml reads into it, if there is one and it does.
+
+    Raises:
+        PlanError: what it says under `plan` is not a reading.
+    """
+    beside = serve.with_name("recipe.yaml")
+    said = read_yaml(beside).get("plan") if beside.is_file() else None
+    if said is None:
+        return None
+    try:
+        return Reading.model_validate(said)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in ("plan", *first["loc"]))
+        raise PlanError(f"{beside}: {key}: {first['msg']}") from None
+
+
 def recipe_names(folder: Path = RECIPES) -> list[str]:
     """Names of all recipes, sorted.
 
@@ -198,8 +216,7 @@ def find_recipe(name: str, folder: Path = RECIPES) -> Path:
     names = recipe_names(folder)
     wanted = name.strip().lower()
     if wanted not in names:
-        raise PlanError(
-            f"no recipe {name[:80]!r}; nearest are {nearest(wanted, names)}; "
-            "gaudi-ext recipes list shows all"
-        )
+        close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
+        near = f"nearest are {', '.join(close)}; " if close else ""
+        raise PlanError(f"no recipe {name[:80]!r}; {near}gaudi-ext recipes list shows all")
     return folder / wanted

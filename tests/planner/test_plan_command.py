@@ -178,6 +178,10 @@ BAD = {
         ("Qwen3.5-4B", "--platform", "h200", "--non-kv-gib", "9", "--utilisation", "1.5"),
         "--utilisation must be above 0 and at most 1",
     ),
+    "utilisation-unused": (
+        ("Qwen3.5-4B", "--platform", "h200", "--utilisation", "1.5"),
+        "--utilisation must be above 0 and at most 1",
+    ),
     "no-memory-left": (
         ("Qwen3.5-4B", "--platform", "h200", "--non-kv-gib", "139"),
         "no memory is left for the KV cache",

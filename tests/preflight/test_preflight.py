@@ -209,6 +209,33 @@ def test_on_nvidia_the_planners_errors_are_problems(check: Check) -> None:
     assert check(speculating, platform="h200", environment={}).problems == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max-num-seqs": -4}, "--max-num-seqs must be between"),
+        ({"max-num-batched-tokens": 0}, "--max-num-batched-tokens must be between"),
+        ({"max-model-len": -5}, "--tokens must be between"),
+        ({"tensor-parallel-size": 0}, "--tp must be between"),
+        ({"tensor-parallel-size": 3}, "does not divide"),
+        ({"gpu-memory-utilization": 1.5}, "--utilisation must be above 0"),
+        ({"enable-expert-parallel": True}, "has no experts"),
+    ],
+)
+def test_a_number_that_vllm_refuses_is_a_problem_and_not_unchecked(
+    check: Check, changes: dict[str, Any], words: str
+) -> None:
+    report = check(changes)
+    assert words in whats(report)
+    assert report.exit_code == 1
+    assert not any("block size and token budget" in line for line in report.unchecked)
+
+
+def test_a_length_left_to_vllm_to_fit_is_planned_at_the_default(check: Check) -> None:
+    report = check({"max-model-len": -1})
+    assert report.problems == []
+    assert report.block_tokens == 640
+
+
 def test_sizes_left_to_vllm_are_a_problem_with_caching_on(check: Check) -> None:
     report = check({"max-num-seqs": None, "max-num-batched-tokens": None})
     assert "max-num-batched-tokens and max-num-seqs are not written out" in whats(report)

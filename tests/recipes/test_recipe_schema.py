@@ -120,3 +120,5 @@ def test_an_unknown_name_is_one_line_with_the_nearest(command: str, name: str) -
     assert "no recipe" in done.stderr
     if name == "qwen3.5-4b-gaudi":
         assert "qwen3.5-4b-gaudi3" in done.stderr
+    if name in ("", "../planner"):
+        assert "nearest" not in done.stderr

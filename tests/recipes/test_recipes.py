@@ -9,6 +9,7 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from vllm_gaudi_ext.planner.config import DrafterOverrides
 from vllm_gaudi_ext.planner.errors import PlanError
 from vllm_gaudi_ext.planner.facts import find_platform, load_facts
 from vllm_gaudi_ext.planner.findings import findings
@@ -108,6 +109,34 @@ def test_recipe_yaml_describes_the_serve_yaml_beside_it(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_expect_is_what_the_planner_says(name: str) -> None:
     assert recipe_of(name).expect.model_dump() == plan_of(name).expect.model_dump()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plan_serve_takes_the_recipes_reading(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user runs it, `gaudi-ext plan --serve` needs nothing typed, and says what it assumes."""
+    args = options_without_vllm(serve_of(name))
+    monkeypatch.setattr("vllm_gaudi_ext.planner.serve_args.parse_serve_yaml", lambda path: args)
+    plan = make_plan(make_deployment(Options(serve=find_recipe(name) / "serve.yaml")), findings)
+    recipe = recipe_of(name)
+    assert plan.native.block_tokens == recipe.expect.block_tokens
+    said = [f.text for f in plan.findings if f.code == "recipe-reading"]
+    assert len(said) == (recipe.plan is not None)
+    assert recipe.plan is None or recipe.plan.arguments() in said[0]
+
+
+def test_what_is_typed_beside_a_recipe_wins_over_its_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "qwen3.5-27b-h200-dflash"
+    args = options_without_vllm(serve_of(name))
+    monkeypatch.setattr("vllm_gaudi_ext.planner.serve_args.parse_serve_yaml", lambda path: args)
+    options = Options(
+        serve=find_recipe(name) / "serve.yaml", overrides=DrafterOverrides(kv_heads=4)
+    )
+    deployment = make_deployment(options)
+    assert deployment.drafter is not None
+    assert (deployment.drafter.num_key_value_heads, deployment.drafter.head_dim) == (4, 128)
+    assert "--drafter-kv-heads" not in deployment.assumed[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
-from vllm_gaudi_ext.planner.errors import PlanError
+from vllm_gaudi_ext.planner.errors import IllegalValue, PlanError
 from vllm_gaudi_ext.planner.facts import (
     ModelFacts,
     find_drafter,
@@ -509,13 +509,13 @@ def _check_against_target(hf: _HfDrafter, origin: str, target: TargetConfig) -> 
         and target.vocab_size is not None
         and hf.vocab_size != target.vocab_size
     ):
-        raise PlanError(
+        raise IllegalValue(
             f"{origin}: the drafter's vocabulary has {hf.vocab_size} tokens, "
             f"{target.name}'s has {target.vocab_size}: it was made for another model"
         )
     mask = hf.dflash_config.get("mask_token_id")
     if isinstance(mask, int) and target.vocab_size is not None and mask >= target.vocab_size:
-        raise PlanError(
+        raise IllegalValue(
             f"{origin}: the drafter's mask token {mask} is outside of {target.name}'s vocabulary "
             f"of {target.vocab_size}: it was made for another model"
         )
@@ -523,7 +523,7 @@ def _check_against_target(hf: _HfDrafter, origin: str, target: TargetConfig) -> 
     if isinstance(taps, list):
         layers = [tap for tap in taps if isinstance(tap, int)]
         if layers and max(layers) >= target.layers:
-            raise PlanError(
+            raise IllegalValue(
                 f"{origin}: the drafter reads layer {max(layers)} of its target, but "
                 f"{target.name} has {target.layers} layers: it was made for another model"
             )

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class PlanError(ValueError):
     """A single line that says what was asked, what was found and what to pass instead."""
+
+
+class IllegalValue(PlanError):
+    """The same, for a value that vLLM refuses too, whatever else is unknown."""

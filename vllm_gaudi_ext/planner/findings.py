@@ -440,6 +440,13 @@ def _dtypes(plan: Plan) -> list[Finding]:
     return found
 
 
+def _assumed(plan: Plan) -> list[Finding]:
+    return [
+        _note("recipe-reading", f"assumed, as the recipe beside the file reads it: {text}.")
+        for text in plan.deployment.assumed
+    ]
+
+
 def findings(plan: Plan) -> list[Finding]:
     """All findings of a plan, errors first."""
     found = [
@@ -452,6 +459,7 @@ def findings(plan: Plan) -> list[Finding]:
         *_layout(plan),
         *_parallel(plan),
         *_dtypes(plan),
+        *_assumed(plan),
     ]
     order = {"error": 0, "warning": 1, "note": 2}
     return sorted(found, key=lambda finding: order[finding.level])

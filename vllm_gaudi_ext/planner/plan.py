@@ -16,7 +16,7 @@ from vllm_gaudi_ext.gdn.refusals import BUDGET_UNIT
 from vllm_gaudi_ext.planner import arithmetic
 from vllm_gaudi_ext.planner.arithmetic import GIB, MIB, AttentionLayers, Layout, RequestBytes
 from vllm_gaudi_ext.planner.config import DrafterConfig, TargetConfig
-from vllm_gaudi_ext.planner.errors import PlanError
+from vllm_gaudi_ext.planner.errors import IllegalValue, PlanError
 from vllm_gaudi_ext.planner.facts import Platform
 from vllm_gaudi_ext.version import __version__
 
@@ -68,6 +68,7 @@ class Deployment(BaseModel):
     spare_bytes: int | None = Field(None, description="memory beside the pool and the weights")
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    assumed: tuple[str, ...] = Field((), description="what a recipe reads where facts are silent")
 
     @property
     def in_flight(self) -> int | None:
@@ -208,10 +209,10 @@ def check_range(name: str, value: int, low: int, high: int) -> int:
     """`value` where low <= value <= high.
 
     Raises:
-        PlanError: it is not.
+        IllegalValue: it is not.
     """
     if not low <= value <= high:
-        raise PlanError(f"{name} must be between {low} and {high}, got {value}")
+        raise IllegalValue(f"{name} must be between {low} and {high}, got {value}")
     return value
 
 
@@ -224,6 +225,17 @@ def check_gib(name: str, value: float) -> int:
     if not math.isfinite(value) or not 0 < value <= MAX_GIB:
         raise PlanError(f"{name} must be above 0 and at most {MAX_GIB:.0f} GiB, got {value}")
     return int(value * GIB)
+
+
+def check_utilisation(value: float) -> float:
+    """`value` as a share of a card's memory.
+
+    Raises:
+        IllegalValue: it is not above 0 and at most 1.
+    """
+    if not math.isfinite(value) or not 0 < value <= 1:
+        raise IllegalValue(f"--utilisation must be above 0 and at most 1, got {value}")
+    return value
 
 
 def resolve_dtype(name: str, value: str) -> str:
@@ -317,8 +329,7 @@ def pool_from_device(
     Raises:
         PlanError: nothing is left.
     """
-    if not math.isfinite(utilisation) or not 0 < utilisation <= 1:
-        raise PlanError(f"--utilisation must be above 0 and at most 1, got {utilisation}")
+    check_utilisation(utilisation)
     if platform.vendor == "gaudi":
         free = device_bytes - non_kv_bytes
         pool = int(free * utilisation * (1 - HPU_GRAPH_SHARE))
@@ -349,7 +360,7 @@ def gdn_heads(deployment: Deployment) -> GdnHeads:
             target.linear_conv_kernel_dim,
         ).shard(deployment.tp)
     except ValueError as error:
-        raise PlanError(f"{target.name}: {error}") from None
+        raise IllegalValue(f"{target.name}: {error}") from None
 
 
 def attention_layers(deployment: Deployment) -> list[AttentionLayers]:
@@ -361,7 +372,7 @@ def attention_layers(deployment: Deployment) -> list[AttentionLayers]:
     target, tp = deployment.target, deployment.tp
     heads = target.num_attention_heads
     if heads is not None and heads % tp:
-        raise PlanError(
+        raise IllegalValue(
             f"{target.name}: tensor parallel size {tp} does not divide {heads} attention heads"
         )
     _check_kv_heads(target.name, target.num_key_value_heads, tp)
@@ -575,7 +586,7 @@ def check_deployment(deployment: Deployment) -> None:
                 f"{deployment.target.name}: num_experts is not in its config, so --ep "
                 "can't be checked; leave --ep out, it changes none of these numbers"
             )
-        raise PlanError(
+        raise IllegalValue(
             f"{deployment.target.name} has no experts, so vLLM refuses expert "
             "parallelism; leave --ep out"
         )

@@ -22,6 +22,7 @@ from vllm_gaudi_ext.planner.plan import (
     Deployment,
     check_gib,
     check_range,
+    check_utilisation,
     kv_cache_dtype,
     model_dtype,
     pool_from_device,
@@ -70,6 +71,7 @@ class Options(BaseModel):
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    assumed: tuple[str, ...] = ()
 
 
 def options_from_serve(options: Options) -> Options:
@@ -83,7 +85,29 @@ def options_from_serve(options: Options) -> Options:
     assert options.serve is not None, options
     if options.model is not None:
         raise PlanError("pass a model or --serve FILE, not both: the file names its model")
-    return options_from_args(options, serve_args(parse_serve_yaml(options.serve), options.serve))
+    args = serve_args(parse_serve_yaml(options.serve), options.serve)
+    return options_from_args(_with_reading(options), args)
+
+
+def _with_reading(options: Options) -> Options:
+    """With what the recipe beside the serve.yaml reads into it and nobody typed."""
+    from vllm_gaudi_ext.recipes import reading_beside
+
+    assert options.serve is not None, options
+    reading = reading_beside(options.serve)
+    if reading is None:
+        return options
+    # A drafter that is typed is another one, of which the recipe says nothing.
+    reading = reading.without(
+        mtp=options.mtp_layers is not None, drafter=options.drafter is not None
+    )
+    typed = options.overrides.model_dump(exclude_none=True)
+    reading = reading.model_copy(update={f"drafter_{name}": None for name in typed})
+    read = reading.options()
+    overrides = read.pop("overrides")
+    assert isinstance(overrides, DrafterOverrides), overrides
+    read["overrides"] = overrides.model_copy(update=typed)
+    return options.model_copy(update={**read, "assumed": tuple(reading.sentences())})
 
 
 def options_from_args(options: Options, args: ServeArgs) -> Options:
@@ -190,6 +214,8 @@ def _drafting(
 
 def _pool(options: Options, platform: Platform) -> tuple[int | None, str | None, int | None]:
     """Pool bytes, where they come from, and what stays free beside the pool."""
+    if options.utilisation is not None:
+        check_utilisation(options.utilisation)
     if options.pool_gib is not None:
         if options.device_memory_gib is not None or options.non_kv_gib is not None:
             raise PlanError("pass --pool-gib, or --non-kv-gib with the card's memory, not both")
@@ -245,7 +271,8 @@ def make_deployment(options: Options) -> Deployment:
     pool_bytes, pool_source, spare = _pool(options, platform)
     tokens = options.tokens
     if tokens is None:
-        tokens = options.max_model_len or DEFAULT_TOKENS
+        # -1 asks vLLM for the longest that fits, which is not known before a start.
+        tokens = DEFAULT_TOKENS if options.max_model_len in (None, -1) else options.max_model_len
     caching = options.caching
     if caching is None:
         caching = platform.vendor == "gaudi"
@@ -272,4 +299,5 @@ def make_deployment(options: Options) -> Deployment:
         spare_bytes=spare,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        assumed=options.assumed,
     )

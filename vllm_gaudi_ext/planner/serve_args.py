@@ -200,14 +200,18 @@ def serve_args(parsed: argparse.Namespace, path: Path) -> ServeArgs:
     def get(name: str) -> Any:
         return getattr(parsed, name, None)
 
+    def size(name: str) -> int:
+        value = get(name)
+        return 1 if value is None else int(value)
+
     return ServeArgs(
         model=str(model),
         method=method,
         drafter=speculative.get("model"),
         drafts=int(drafts or 0),
         draft_tp=speculative.get("draft_tensor_parallel_size"),
-        tp=int(get("tensor_parallel_size") or 1),
-        pp=int(get("pipeline_parallel_size") or 1),
+        tp=size("tensor_parallel_size"),
+        pp=size("pipeline_parallel_size"),
         ep=bool(get("enable_expert_parallel")),
         dtype=get("dtype"),
         kv_dtype=get("kv_cache_dtype"),

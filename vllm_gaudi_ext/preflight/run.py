@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from pydantic import ValidationError
 
 from vllm_gaudi_ext import envs
-from vllm_gaudi_ext.planner.errors import PlanError
+from vllm_gaudi_ext.planner.errors import IllegalValue, PlanError
 from vllm_gaudi_ext.planner.facts import Platform, find_platform
 from vllm_gaudi_ext.planner.plan import Plan
 from vllm_gaudi_ext.planner.request import Options, options_from_args
@@ -162,6 +162,10 @@ def _plan(
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         report.unchecked.append(f"block size and token budget: {first['loc'][0]}: {first['msg']}")
+        return None
+    except IllegalValue as error:
+        fix = "vLLM refuses it at start-up: correct it in the file"
+        report.problems.append(Found(what=str(error), fix=fix))
         return None
     except PlanError as error:
         report.unchecked.append(f"block size and token budget: {error}")
