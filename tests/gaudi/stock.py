@@ -83,11 +83,11 @@ def _work(folder: Path) -> dict[str, Any]:
             "answers": uncached_answers(engine),
             "padding block": engine.runner._PAD_BLOCK_ID,
         }
-    with harness.start(model, max_num_batched_tokens=512) as engine:
+    merging = {"VLLM_PROMPT_BS_BUCKET_MAX": "4"}
+    with harness.start(model, env=merging, max_num_batched_tokens=512) as engine:
         found["platform"] = type(engine.worker).__module__
         found["hits"] = hits(engine)
         found["poisoned"] = poisoned(engine)
-    with harness.start(model, env={"VLLM_PROMPT_BS_BUCKET_MAX": "4"}) as engine:
         found["merged prefills"] = _merged_prefills(engine)
     with harness.start(model, env={"VLLM_COMPACT_GDN": "0"}, max_num_batched_tokens=512) as engine:
         found["non-compact hits"] = hits(engine)
