@@ -134,7 +134,9 @@ def test_a_plot_without_matplotlib_says_what_to_install(
 
 
 def test_serve_without_vllm_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
+    # With its submodules, which another test of this process may have imported.
+    for name in ["vllm", *(n for n in sys.modules if n.startswith("vllm."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     serve = tmp_path / "serve.yaml"
     serve.write_text("model: Qwen/Qwen3.5-4B\n", encoding="utf-8")
     result = run("--serve", str(serve), "--platform", "h200")
