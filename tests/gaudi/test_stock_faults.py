@@ -32,17 +32,16 @@ Scenario = Callable[[Any], list[tuple[harness.Result, harness.Result]]]
 """Runs a schedule, and returns pairs of a result and its cold run."""
 
 
-def resume_on_a_hit(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
-    """Resumed with many outputs on a hit inside its prompt."""
-    tokens = harness.prompt(1, B + 60)
-    cold = driving.cold(engine, tokens, 40)
-    engine.llm.reset_prefix_cache()
+def resumed(
+    engine: Any, tokens: list[int], max_tokens: int, after: int, salt: str
+) -> harness.Result:
+    """The answer of a request that is preempted after some outputs, and resumes on one block."""
     run, done = driving.Requests(engine), []
-    run.add("victim", tokens, 40, driving.salt())
+    run.add("victim", tokens, max_tokens, salt)
 
     def act(scheduler: Any) -> Any:
         victim = driving.find(engine, "victim")
-        if done or victim.num_output_tokens < 20:
+        if done or victim.num_output_tokens < after:
             return None
         done.append(victim)
         return driving.preempt(scheduler, victim)
@@ -50,7 +49,15 @@ def resume_on_a_hit(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
     with driving.watched(engine) as seen, driving.before_schedule(engine, act):
         run.drain()
     assert [n for _, n in seen.resumed] == [B]
-    return [(run.result("victim"), cold)]
+    return run.result("victim")
+
+
+def resume_on_a_hit(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
+    """Resumed with many outputs on a hit inside its prompt."""
+    tokens = harness.prompt(1, B + 60)
+    cold = driving.cold(engine, tokens, 40)
+    engine.llm.reset_prefix_cache()
+    return [(resumed(engine, tokens, 40, 20, driving.salt()), cold)]
 
 
 def resume_behind_the_prompt(engine: Any) -> list[tuple[harness.Result, harness.Result]]:
@@ -58,20 +65,7 @@ def resume_behind_the_prompt(engine: Any) -> list[tuple[harness.Result, harness.
     tokens, salt = harness.prompt(2, B - 100), driving.salt()
     engine.llm.reset_prefix_cache()
     cold = engine.run([tokens], max_tokens=160, salt=salt)[0]
-    run, done = driving.Requests(engine), []
-    run.add("victim", tokens, 160, salt)
-
-    def act(scheduler: Any) -> Any:
-        victim = driving.find(engine, "victim")
-        if done or victim.num_output_tokens < 130:
-            return None
-        done.append(victim)
-        return driving.preempt(scheduler, victim)
-
-    with driving.watched(engine) as seen, driving.before_schedule(engine, act):
-        run.drain()
-    assert [n for _, n in seen.resumed] == [B]
-    return [(run.result("victim"), cold)]
+    return [(resumed(engine, tokens, 160, 130, salt), cold)]
 
 
 def skipped_decode(engine: Any) -> list[tuple[harness.Result, harness.Result]]:

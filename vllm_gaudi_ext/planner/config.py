@@ -7,7 +7,6 @@ limited in size and nesting, and whatever is wrong with it becomes one line.
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from vllm_gaudi_ext.planner.facts import (
     load_facts,
     nearest,
 )
+from vllm_gaudi_ext.planner.textfile import read_small_text
 
 MAX_CONFIG_BYTES = 5_000_000
 MAX_NESTING = 32
@@ -187,19 +187,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
             if not (path / "config.json").exists():
                 raise PlanError(f"{path}: the folder holds no config.json")
             path = path / "config.json"
-        info = path.stat()
-        if not stat.S_ISREG(info.st_mode):
-            raise PlanError(f"{path}: not a regular file")
-        if info.st_size > MAX_CONFIG_BYTES:
-            raise PlanError(
-                f"{path}: {info.st_size / 1e6:.1f} MB is too large for a config.json "
-                f"(limit {MAX_CONFIG_BYTES / 1e6:.0f} MB)"
-            )
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise PlanError(f"{path}: not UTF-8 text, so not a config.json") from None
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror or error}") from None
+    text = read_small_text(path, "config.json", MAX_CONFIG_BYTES)
     try:
         parsed = json.loads(text)
     except RecursionError:

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import importlib
 import io
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import yaml
 
 from vllm_gaudi_ext.planner.errors import PlanError
+from vllm_gaudi_ext.planner.textfile import read_small_text
 
 MAX_YAML_BYTES = 1_000_000
 MAX_NESTING = 32
@@ -54,20 +54,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         PlanError: it is missing, not a regular file, over 1 MB, not YAML, uses aliases, is nested
             too deeply, or is not a mapping of names.
     """
-    try:
-        info = path.stat()
-        if not stat.S_ISREG(info.st_mode):
-            raise PlanError(f"{path}: not a regular file")
-        if info.st_size > MAX_YAML_BYTES:
-            raise PlanError(
-                f"{path}: {info.st_size / 1e6:.1f} MB is too large for a serve.yaml "
-                f"(limit {MAX_YAML_BYTES / 1e6:.0f} MB)"
-            )
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise PlanError(f"{path}: not UTF-8 text, so not a serve.yaml") from None
-    except OSError as error:
-        raise PlanError(f"{path}: {error.strerror or error}") from None
+    text = read_small_text(path, "serve.yaml", MAX_YAML_BYTES)
     try:
         _check_events(text, path)
         parsed = yaml.safe_load(text)
