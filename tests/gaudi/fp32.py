@@ -1,7 +1,7 @@
 """Lets the emulated engine compute in fp32, so that two ways to a state differ by 1e-6 and no more.
 
 vllm-gaudi serves bf16 only: its platform overwrites the model's dtype, and its runner has no name
-for an fp32 KV cache. In bf16, chunks and single steps differ by up to 0.06 in a log-probability,
+for an fp32 KV cache. In bf16, chunks and single steps differ by 0.06 and more in a log-probability,
 which hides small faults and flips near ties. Both changes act only on engines that are started with
 dtype="float32", and only in this process.
 """
