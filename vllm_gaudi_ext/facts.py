@@ -8,8 +8,23 @@ from vllm_gaudi_ext import envs
 from vllm_gaudi_ext.gdn.refusals import ServingFacts
 
 # Opt-in prefix features of vLLM by the attribute that turns them on, in whichever release has it.
-_MAMBA_OPT_INS = ("enable_mamba_fine_grained_prefix_cache",)
+MAMBA_OPT_INS = ("enable_mamba_fine_grained_prefix_cache",)
 _GDN_BLOCK_TYPES = ("gdn_attention", "linear_attention")
+
+# By name, so that nothing here imports vllm-gaudi; platform.py puts them into the configuration.
+WORKER = "vllm_gaudi_ext.worker.GaudiExtWorker"
+SCHEDULER = "vllm_gaudi_ext.scheduler.GdnScheduler"
+ASYNC_SCHEDULER = "vllm_gaudi_ext.scheduler.GdnAsyncScheduler"
+
+
+def foreign_worker(worker: object) -> str | None:
+    """The configured worker class where it is not ours and will not become it, else None."""
+    return None if worker in ("auto", WORKER) else str(worker)
+
+
+def foreign_scheduler(scheduler: object) -> str | None:
+    """The configured scheduler class where it is not ours and will not become it, else None."""
+    return None if scheduler in (None, SCHEDULER, ASYNC_SCHEDULER) else str(scheduler)
 
 
 def is_gdn_hybrid(vllm_config: Any) -> bool:
@@ -63,7 +78,7 @@ def serving_facts(
     if (scheduled := getattr(scheduler, "max_num_scheduled_tokens", None)) is not None:
         budget = min(budget, scheduled)
     offload = cache.kv_offloading_backend if cache.kv_offloading_size is not None else None
-    opt_ins = [n for n in _MAMBA_OPT_INS if getattr(cache, n, None)]
+    opt_ins = [n for n in MAMBA_OPT_INS if getattr(cache, n, None)]
     return ServingFacts(
         contiguous_pa=envs.contiguous_pa() if contiguous_pa is None else contiguous_pa,
         compact_gdn=envs.compact_gdn() if compact_gdn is None else compact_gdn,

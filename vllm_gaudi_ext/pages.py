@@ -62,6 +62,13 @@ def _attention_groups(config: KVCacheConfig) -> list[Any]:
     return [g for g in config.kv_cache_groups if isinstance(g.kv_cache_spec, FullAttentionSpec)]
 
 
+def pool_kernel_blocks(config: KVCacheConfig, kernel_block_tokens: int) -> int:
+    """Kernel blocks that the pool takes in an attention layer; 0 without an attention group."""
+    attention = _attention_groups(config)
+    block_tokens = attention[0].kv_cache_spec.block_size if attention else 0
+    return int(config.num_blocks * block_tokens // kernel_block_tokens)
+
+
 def cache_layout(config: KVCacheConfig) -> CacheLayout:
     """The groups of a KV cache that has passed `refusals.layout_problems`."""
     block_tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -122,7 +129,7 @@ def layout_facts(
         page_bytes=page,
         row_remainder_bytes=remainder,
         padding_block=padding_block,
-        pool_kernel_blocks=config.num_blocks * block_tokens // kernel_block_tokens,
+        pool_kernel_blocks=pool_kernel_blocks(config, kernel_block_tokens),
         shared_layers=shared_layers,
         speculative_blocks=extra,
     )

@@ -21,10 +21,6 @@ from vllm_gaudi_ext.gdn import refusals  # noqa: E402
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-WORKER = "vllm_gaudi_ext.worker.GaudiExtWorker"
-SCHEDULER = "vllm_gaudi_ext.scheduler.GdnScheduler"
-ASYNC_SCHEDULER = "vllm_gaudi_ext.scheduler.GdnAsyncScheduler"
-
 
 class GaudiExtPlatform(HpuPlatform):
     """HpuPlatform, where GDN hybrids with prefix caching get checkpoints in their pages."""
@@ -47,7 +43,7 @@ class GaudiExtPlatform(HpuPlatform):
             # Before super(): it turns caching off, or a switch on, without an error.
             refusals.refuse(refusals.config_problems(cls._facts(vllm_config)))
         if parallel.worker_cls == "auto":
-            parallel.worker_cls = WORKER
+            parallel.worker_cls = facts.WORKER
 
         kept = None
         if caching and cache.num_gpu_blocks is not None:
@@ -57,19 +53,16 @@ class GaudiExtPlatform(HpuPlatform):
             cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = kept
 
         scheduler = vllm_config.scheduler_config
-        if caching and scheduler.scheduler_cls in (None, SCHEDULER, ASYNC_SCHEDULER):
+        if caching and facts.foreign_scheduler(scheduler.scheduler_cls) is None:
             # After super(), which may still turn asynchronous scheduling off.
-            ours = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
-            scheduler.scheduler_cls = ours
+            scheduler.scheduler_cls = (
+                facts.ASYNC_SCHEDULER if scheduler.async_scheduling else facts.SCHEDULER
+            )
 
     @classmethod
     def _facts(cls, vllm_config: VllmConfig) -> refusals.ServingFacts:
-        worker = vllm_config.parallel_config.worker_cls
-        scheduler = vllm_config.scheduler_config.scheduler_cls
         return facts.serving_facts(
             vllm_config,
-            foreign_worker=None if worker in ("auto", WORKER) else str(worker),
-            foreign_scheduler=(
-                None if scheduler in (None, SCHEDULER, ASYNC_SCHEDULER) else str(scheduler)
-            ),
+            foreign_worker=facts.foreign_worker(vllm_config.parallel_config.worker_cls),
+            foreign_scheduler=facts.foreign_scheduler(vllm_config.scheduler_config.scheduler_cls),
         )

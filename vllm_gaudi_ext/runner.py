@@ -9,8 +9,6 @@ With prefix caching off, or for a model without GDN layers, every method is its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import habana_frameworks.torch as htorch
@@ -117,16 +115,8 @@ class GaudiExtModelRunner(HPUModelRunner):
     def _send_padding_behind_pool(self, config: KVCacheConfig) -> None:
         # vllm-gaudi 0.26.0 counts manager blocks here, but uses the number as a kernel block: with
         # several kernel blocks to a manager block, padding would be written into the pool.
-        attention = next(
-            (
-                g.kv_cache_spec
-                for g in config.kv_cache_groups
-                if isinstance(g.kv_cache_spec, FullAttentionSpec)
-            ),
-            None,
-        )
-        if attention is not None:
-            kernel_blocks = config.num_blocks * attention.block_size // self.attn_block_size
+        kernel_blocks = pages.pool_kernel_blocks(config, self.attn_block_size)
+        if kernel_blocks:
             self._PAD_BLOCK_ID = kernel_blocks
             self._PAD_SLOT_ID = kernel_blocks * self.attn_block_size
 
@@ -293,11 +283,6 @@ class GaudiExtModelRunner(HPUModelRunner):
     # Faults of vllm-gaudi 0.26.0 that prefix caching makes reachable.
 
     def _form_prefill_batch(self, contents: Any) -> Any:
-        with self._without_granite_branch():
-            return super()._form_prefill_batch(contents)
-
-    @contextmanager
-    def _without_granite_branch(self) -> Iterator[None]:
         """Skips the prefill branch that stores Mamba2 states by block, and asserts on batches.
 
         GDN states lie in slots, so nothing of that branch applies to them.
@@ -306,7 +291,7 @@ class GaudiExtModelRunner(HPUModelRunner):
         if self._checkpoints is not None:
             self.use_prefix_caching = False
         try:
-            yield
+            return super()._form_prefill_batch(contents)
         finally:
             self.use_prefix_caching = caching
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from vllm_gaudi_ext import envs, plugin, versions
+from vllm_gaudi_ext import envs, facts, plugin, versions
 from vllm_gaudi_ext.gdn.refusals import BUDGET_UNIT, ServingFacts, config_problems
 from vllm_gaudi_ext.planner.errors import PlanError
 from vllm_gaudi_ext.planner.findings import findings
@@ -20,12 +20,6 @@ from vllm_gaudi_ext.preflight.report import Found
 
 # The planner's words for what the engine's refusals say already.
 _SAID_BY_REFUSALS = ("budget-starves-prefill", "budget-below-block", "gaudi-drafts")
-_WORKER_CLASSES = ("auto", "vllm_gaudi_ext.worker.GaudiExtWorker")
-_SCHEDULER_CLASSES = (
-    None,
-    "vllm_gaudi_ext.scheduler.GdnScheduler",
-    "vllm_gaudi_ext.scheduler.GdnAsyncScheduler",
-)
 # From this release on vLLM caches prefixes of generative hybrids unless told otherwise; 0.26.0
 # does not (engine/arg_utils.py). The releases between were not read.
 _CACHES_HYBRIDS_SINCE = Version("0.31.0")
@@ -84,7 +78,6 @@ def serving_facts(
     budget = int(get("max_num_batched_tokens"))
     if (scheduled := get("max_num_scheduled_tokens")) is not None:
         budget = min(budget, int(scheduled))
-    worker, scheduler = get("worker_cls", "auto"), get("scheduler_cls")
     mode = get("mamba_cache_mode")
     return ServingFacts(
         contiguous_pa=envs.contiguous_pa(environment),
@@ -92,7 +85,7 @@ def serving_facts(
         speculative=None if not speculative else str(of(speculative, "method") or "by its model"),
         defragmenter=envs.defragmenter(environment),
         prefix_match_unit=get("prefix_match_unit"),
-        mamba_opt_ins=[name for name in ("enable_mamba_fine_grained_prefix_cache",) if get(name)],
+        mamba_opt_ins=[name for name in facts.MAMBA_OPT_INS if get(name)],
         kv_connector=None if not transfer else str(of(transfer, "kv_connector")),
         kv_offload=(
             str(get("kv_offloading_backend")) if get("kv_offloading_size") is not None else None
@@ -108,8 +101,8 @@ def serving_facts(
         long_prefill_token_threshold=int(get("long_prefill_token_threshold", 0) or 0),
         disable_chunked_mm_input=bool(get("disable_chunked_mm_input", False)),
         budget_unit=BUDGET_UNIT,
-        foreign_worker=None if worker in _WORKER_CLASSES else str(worker),
-        foreign_scheduler=None if scheduler in _SCHEDULER_CLASSES else str(scheduler),
+        foreign_worker=facts.foreign_worker(get("worker_cls", "auto")),
+        foreign_scheduler=facts.foreign_scheduler(get("scheduler_cls")),
         block_tokens=block_tokens,
         # none is vLLM's default, which becomes align where prefixes are cached.
         mamba_cache_mode=None if mode in (None, "auto", "none") else str(mode),
