@@ -58,11 +58,20 @@ def register_platform() -> str | None:
 
 
 def register_general() -> None:
-    """Entry point of `vllm.general_plugins`: vllm-gaudi's general plugins, and our variables."""
+    """Entry point of `vllm.general_plugins`: our variables, and what this machine is served with.
+
+    With an HPU stack those are vllm-gaudi's general plugins, else ReplaySSM (cuda_ext/plugin.py).
+
+    Raises:
+        SystemExit: ReplaySSM can't be registered; vLLM would swallow any other exception.
+    """
     if not envs.named_in_vllm_plugins(PLUGIN):
         return
     _merge_variables()
     if not hpu_stack_present():
+        from cuda_ext import plugin as replay_plugin
+
+        replay_plugin.register()
         return
     for entry in upstream_general_plugins():
         if entry.name not in _general_chained:

@@ -35,6 +35,11 @@ class Window:
 
 VLLM = Window("vllm", SpecifierSet(">=0.26.0,<0.26.1"))
 VLLM_GAUDI = Window("vllm-gaudi", SpecifierSet(">=0.26.0,<0.26.1"))
+# ReplaySSM needs no vllm-gaudi, so it follows vLLM by itself.
+VLLM_FOR_REPLAY = tuple(
+    Window("vllm", SpecifierSet(specifiers))
+    for specifiers in (">=0.26.0,<0.26.1", ">=0.31.0,<0.31.1", ">=0.33.0,<0.33.1")
+)
 
 
 def installed_vllm() -> str | None:
@@ -72,6 +77,20 @@ def version_problems() -> list[str]:
         for window, version in found
         if not window.admits(version)
     ]
+
+
+def replay_version_problem(found: str | None) -> str | None:
+    """Why ReplaySSM is not served with this vLLM; None when it is, or the check is overridden."""
+    if envs.VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS:
+        return None
+    if any(window.admits(found) for window in VLLM_FOR_REPLAY):
+        return None
+    tested = " or ".join(str(window.supported) for window in VLLM_FOR_REPLAY)
+    return (
+        f"vllm {found or 'is not installed'}, ReplaySSM was tested with {tested}: install a "
+        "tested version, or set VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1 to go on without any "
+        "promise"
+    )
 
 
 def require_tested_versions() -> None:

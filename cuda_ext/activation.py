@@ -1,0 +1,50 @@
+"""What is active in this process: the page of a deployment's GDN layers, or None for stock vLLM.
+
+The model class, the layer and the metadata builder all ask here, so they can't disagree. It refuses
+once more what the front process refused (compat/engine_args.py): a configuration may reach a worker
+that never passed through `EngineArgs`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuda_ext.facts import ReplayFacts, replay_facts
+from cuda_ext.refusals import refusal, replay_layout, replay_problems, wants_replay
+from cuda_ext.ring import PageLayout
+
+
+def checked_facts(vllm_config: Any) -> ReplayFacts:
+    """The deployment's facts.
+
+    Raises:
+        ValueError: ReplaySSM is wanted and can't be had, with every reason; or an option is wrong.
+    """
+    facts = replay_facts(vllm_config)
+    if problems := replay_problems(facts):
+        raise ValueError(refusal(problems))
+    return facts
+
+
+def active_layout(vllm_config: Any) -> PageLayout | None:
+    """The page of one GDN layer on one rank; None where vLLM's own layer is to serve.
+
+    Args:
+        vllm_config: a vllm.config.VllmConfig. For a draft model it is the draft's own.
+
+    Raises:
+        ValueError: as `checked_facts`.
+    """
+    facts = checked_facts(vllm_config)
+    if not wants_replay(facts):
+        return None
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return replay_layout(facts, conv_dim_first=is_conv_state_dim_first())
+
+
+def torch_dtypes(layout: PageLayout) -> tuple[Any, ...]:
+    """torch dtypes of the page's states, in page order."""
+    import torch
+
+    return tuple(getattr(torch, name) for name in layout.dtypes)

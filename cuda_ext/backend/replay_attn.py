@@ -1,0 +1,135 @@
+"""Backend, metadata and metadata builder of ReplaySSM layers.
+
+Stands in for `GDNAttentionBackend` (vllm/v1/attention/backends/gdn_attn.py). vLLM makes one builder
+for a KV group and calls it once a step, outside the graphs; the plan that it makes there serves all
+layers of the group, so no layer reads a cursor that another one has moved.
+
+vLLM's own `build` is not called: it sorts a batch into rows with drafts, without, and prefills, and
+gathers a state index for each draft, none of which a position-keyed ring needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backends.gdn_attn import (
+    GDNAttentionBackend,
+    GDNAttentionMetadata,
+    GDNAttentionMetadataBuilder,
+)
+
+from cuda_ext.backend.step_plan import StepPlanner
+from cuda_ext.ops.reference import StepRows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+
+@dataclass
+class ReplayMetadata(GDNAttentionMetadata):
+    """vLLM's counts of the batch, and the plan of its rows.
+
+    Args:
+        rows: the plan, in static buffers.
+        max_rows: T_max; a request with more rows is in a prefill chunk.
+    """
+
+    rows: StepRows = None  # type: ignore[assignment]
+    max_rows: int = 0
+
+
+class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
+    """Plans the steps of one KV group.
+
+    Derives from vLLM's builder, whose class both model runners look for.
+    """
+
+    def __init__(
+        self,
+        kv_cache_spec: MambaSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # vLLM would reuse another group's metadata with this group's block table.
+        self.supports_update_block_table = False
+        self._planner: StepPlanner | None = None
+
+    @property
+    def planner(self) -> StepPlanner:
+        """The group's cursors.
+
+        Made when first asked for, since the cache is bound after the builder is made; and again
+        where it was bound anew, as after vLLM's profiling of graphs with a small one.
+        """
+        layers = self.compilation_config.static_forward_context
+        slots = layers[self.layer_names[0]].kv_cache[1].shape[0]
+        if self._planner is None or self._planner.cursor.shape[0] != slots:
+            requests = max(
+                self.decode_cudagraph_max_bs, self.vllm_config.scheduler_config.max_num_seqs
+            )
+            self._planner = StepPlanner(
+                slots, requests, self.num_spec + 1, torch.device(self.device)
+            )
+        return self._planner
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        num_accepted_tokens: torch.Tensor | None = None,
+        num_decode_draft_tokens_cpu: torch.Tensor | None = None,
+        fast_build: bool = False,
+        **kwargs: Any,
+    ) -> ReplayMetadata:
+        """Plan a step and move the cursors of its slots.
+
+        Args:
+            common_prefix_len: of no meaning here.
+            common_attn_metadata: the batch; column 0 of its block table holds the slots.
+            num_accepted_tokens, num_decode_draft_tokens_cpu: not needed, see the cursor.
+            fast_build: likewise.
+            kwargs: what a later version passes besides; not needed either.
+        """
+        common = common_attn_metadata
+        rows = self.planner.plan(
+            common.block_table_tensor[:, 0], common.seq_lens, common.query_start_loc
+        )
+        return self._metadata(common, rows)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> ReplayMetadata:
+        """A plan that touches no slot and no cursor."""
+        common = common_attn_metadata
+        return self._metadata(common, self.planner.idle(common.num_reqs, common.query_start_loc))
+
+    def _metadata(self, common: CommonAttentionMetadata, rows: StepRows) -> ReplayMetadata:
+        lens = common.query_start_loc_cpu.diff()
+        chunks = lens > self.num_spec + 1
+        chunk_tokens = int(lens[chunks].sum())
+        num_chunks = int(chunks.sum())
+        return ReplayMetadata(
+            num_prefills=num_chunks,
+            num_prefill_tokens=chunk_tokens,
+            num_decodes=0,
+            num_decode_tokens=0,
+            num_spec_decodes=common.num_reqs - num_chunks,
+            num_spec_decode_tokens=int(lens.sum()) - chunk_tokens,
+            num_actual_tokens=common.num_actual_tokens,
+            rows=rows,
+            max_rows=self.num_spec + 1,
+        )
+
+
+class ReplayBackend(GDNAttentionBackend):
+    """vLLM's GDN backend with our builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[ReplayMetadataBuilder]:
+        return ReplayMetadataBuilder

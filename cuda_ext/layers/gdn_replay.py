@@ -1,0 +1,206 @@
+"""vLLM's Gated DeltaNet layer, served from one state and a short ring of inputs.
+
+Stands in for `QwenGatedDeltaNetAttention` (vllm/model_executor/layers/mamba/gdn/), of which it
+replaces what the state looks like and what the core of a step does; projections, norm and weights
+stay vLLM's. A step reads where its rows lie from the group's plan (cuda_ext/backend/), folds the
+rows that earlier steps left pending into the state, and computes its own rows from it
+(cuda_ext/ops/). Rejected drafts need no undoing: the next step's position says which rows count.
+
+Where ReplaySSM is not active every method is vLLM's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
+
+from cuda_ext.activation import active_layout, torch_dtypes
+from cuda_ext.backend.replay_attn import ReplayBackend, ReplayMetadata
+from cuda_ext.ops import reference
+from cuda_ext.ring import GdnHeads, PageLayout
+from cuda_ext.startup import announce
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+class PlainWeight(UnquantizedLinearMethod):
+    """Leaves the convolution's weight as it was loaded.
+
+    On a CPU with AVX512-BF16 vLLM packs it for a kernel that is not used here, and which has no
+    fp32 form, so that no Qwen3.5 loads in fp32 (`dispatch_cpu_unquantized_gemm`, vLLM 0.31.0).
+    """
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Does nothing: the convolution is not run as a linear layer."""
+
+
+class ReplayGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
+    """A GDN layer with ReplaySSM, or vLLM's own where that is not active.
+
+    Attributes:
+        replay: the layer's page; None where vLLM's own layer serves.
+    """
+
+    replay: PageLayout | None = None
+    _native_states = False
+
+    def __init__(self, config: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        # Before vLLM's own constructor, which asks methods below.
+        self.replay = active_layout(vllm_config)
+        super().__init__(config, vllm_config, *args, **kwargs)
+        if self.replay is None:
+            return
+        self._vllm_config = vllm_config
+        self.heads = GdnHeads(
+            self.num_k_heads,
+            self.num_v_heads,
+            self.head_k_dim,
+            self.head_v_dim,
+            self.conv_kernel_size,
+        ).shard(self.tp_size)
+        if current_platform.is_cpu():
+            # vLLM's CPU path calls its own core by an operator of its own; this one ends in
+            # `_forward_core` on every platform.
+            self._forward_method = self.forward_cuda
+            self.conv1d.quant_method = PlainWeight()
+
+    def get_state_shape(self) -> Any:
+        """Shapes of the page's states, in page order (cuda_ext/ring.py)."""
+        if self.replay is None or self._native_states:
+            return super().get_state_shape()
+        return self.replay.shapes
+
+    def get_state_dtype(self) -> Any:
+        """torch dtypes of those states."""
+        if self.replay is None or self._native_states:
+            return super().get_state_dtype()
+        return torch_dtypes(self.replay)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        """vLLM's spec, without blocks for the states of drafts.
+
+        Raises:
+            ValueError: vLLM's page is smaller than ours, as when another out-of-tree model class
+                told it another state.
+        """
+        if self.replay is None:
+            return super().get_kv_cache_spec(vllm_config)
+        padded = vllm_config.cache_config.mamba_page_size_padded
+        if padded is not None and padded < self.replay.nbytes:
+            raise ValueError(
+                f"gaudi_ext refuses to start with ReplaySSM: a page of {self.replay.nbytes} bytes "
+                f"is needed for each GDN layer's state and ring, found {padded} bytes for "
+                f"{self.prefix}: leave out --block-size and --mamba-block-size, and other plugins "
+                "that register this model"
+            )
+        spec = super().get_kv_cache_spec(vllm_config)
+        return replace(spec, num_speculative_blocks=0)
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Take the views of the page, and say once what the pool now holds."""
+        super().bind_kv_cache(kv_cache)
+        if self.replay is not None:
+            announce(self._vllm_config, self.prefix, self.replay, self.kv_cache[1].shape[0])
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """The backend whose builder plans the step."""
+        return super().get_attn_backend() if self.replay is None else ReplayBackend
+
+    def _fused_gdn_decode_unsupported_reason(self, vllm_config: VllmConfig) -> str | None:
+        if self.replay is None:
+            return super()._fused_gdn_decode_unsupported_reason(vllm_config)
+        return "ReplaySSM keeps one state, and that kernel writes one for each row"
+
+    def _warmup_prefill_kernels(self, *args: Any) -> None:
+        # vLLM unpacks exactly two state dtypes there.
+        self._native_states = True
+        try:
+            super()._warmup_prefill_kernels(*args)
+        finally:
+            self._native_states = False
+
+    def _forward_core(
+        self,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> Any:
+        """Convolution and recurrence of one step, in place.
+
+        Args:
+            mixed_qkv: [tokens, C], the projection of q, k and v before the convolution.
+            b, a: [tokens, HV], gate inputs.
+            core_attn_out: [tokens, HV, V], zeros; written for every row of a request.
+
+        Raises:
+            RuntimeError: a slot's position does not fit its ring, which would be a wrong answer.
+        """
+        if self.replay is None:
+            return super()._forward_core(mixed_qkv, b, a, core_attn_out)
+        metadata = get_forward_context().attn_metadata
+        if isinstance(metadata, dict):
+            metadata = metadata.get(self.prefix)
+        if metadata is None:
+            # A profiling run, before there is a cache.
+            if not current_platform.is_cpu():
+                self._warmup_prefill_kernels(mixed_qkv, 0)
+            return None
+        assert isinstance(metadata, ReplayMetadata), type(metadata)
+        reference.replay_step(
+            self._pages(),
+            self._weights(),
+            self.heads,
+            mixed_qkv,
+            a,
+            b,
+            metadata.rows,
+            metadata.max_rows,
+            core_attn_out,
+        )
+        return None
+
+    def _pages(self) -> reference.Pages:
+        conv, *states = self.kv_cache
+        if is_conv_state_dim_first():
+            conv = conv.transpose(-1, -2)
+        return reference.Pages(conv, *states)
+
+    def _weights(self) -> reference.Weights:
+        weight = self.conv1d.weight
+        return reference.Weights(
+            conv_weight=weight.view(weight.size(0), weight.size(-1)),
+            conv_bias=self.conv1d.bias,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            activation=self.activation,
+        )
+
+
+def register() -> None:
+    """Make vLLM build this class for its own; once in a process."""
+    from vllm.model_executor import custom_op
+
+    name = QwenGatedDeltaNetAttention.__name__
+    found = custom_op.op_registry_oot.get(name)
+    if found is None:
+        PluggableLayer.register_oot(ReplayGatedDeltaNetAttention, name=name)
+    elif found is not ReplayGatedDeltaNetAttention:
+        raise RuntimeError(
+            f"gaudi_ext: {name} is already replaced by {found.__module__}.{found.__qualname__}: "
+            "take the other plugin out of VLLM_PLUGINS"
+        )
+
+
+register()

@@ -1,0 +1,164 @@
+"""The one line that tells an operator what ReplaySSM does in this server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cuda_ext.facts import replay_facts
+from cuda_ext.ring import PageLayout, native_layout
+from vllm_gaudi_ext.log import logger_for
+from vllm_gaudi_ext.planner import arithmetic
+from vllm_gaudi_ext.planner.arithmetic import AttentionLayers, Layout
+from vllm_gaudi_ext.version import __version__
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Blocks that attention backends work in; vLLM keeps the one that it rounds to nowhere.
+_UNITS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Requests of the longest length that the pool holds, with ReplaySSM and as stock vLLM.
+
+    Args:
+        tokens: length of a request.
+        stock, replay: whole requests.
+    """
+
+    tokens: int
+    stock: int
+    replay: int
+
+
+def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int) -> None:
+    """Log the line when the first GDN layer of the model gets its pages.
+
+    Args:
+        vllm_config: the worker's.
+        prefix: name of the layer that asks.
+        page: of one GDN layer.
+        blocks: of the pool.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    specs = {
+        name: spec
+        for name, layer in layers.items()
+        if hasattr(layer, "get_kv_cache_spec")
+        and (spec := layer.get_kv_cache_spec(vllm_config)) is not None
+    }
+    states = [name for name, spec in specs.items() if hasattr(spec, "mamba_type")]
+    if prefix != states[0]:
+        return
+    facts = replay_facts(vllm_config)
+    gained = "requests gained unknown (a layout that the planner does not know)"
+    gain = requests_gained(vllm_config, page, specs.values(), blocks)
+    if gain is not None:
+        gained = (
+            f"{gain.replay} requests of {gain.tokens} tokens fit where {gain.stock} did "
+            f"({gain.replay - gain.stock:+d})"
+        )
+    logger_for(__name__).info(
+        "gaudi_ext %s: ReplaySSM is active for %d GDN layers, %s backend. Method %s, %d drafts: "
+        "one state a request instead of %d, %d copies saved in each layer; ring of R=%d rows, "
+        "page %d bytes (ring %d, padded to %d); %s.",
+        __version__,
+        len(states),
+        facts.options.backend if facts.options.backend != "auto" else "reference",
+        facts.method,
+        facts.drafts,
+        facts.rows,
+        facts.drafts,
+        page.ring_rows,
+        page.nbytes,
+        page.ring_bytes,
+        specs[prefix].page_size_bytes,
+        gained,
+    )
+
+
+def requests_gained(
+    vllm_config: VllmConfig, page: PageLayout, specs: Iterable[Any], blocks: int
+) -> Gain | None:
+    """What the pool holds, and would hold with a state for each draft.
+
+    Args:
+        vllm_config: the worker's.
+        page: of one GDN layer.
+        specs: KV-cache specs of all layers, the target's first.
+        blocks: of the pool.
+
+    Returns:
+        None where the planner's arithmetic does not come to the page that vLLM chose: then its
+        figures for the other arm would not be vLLM's either.
+    """
+    facts = replay_facts(vllm_config)
+    assert facts.heads is not None
+    specs = list(specs)
+    attention = _attention(specs)
+    gdn_layers = sum(hasattr(spec, "mamba_type") for spec in specs)
+    if attention is None or not attention:
+        return None
+    stock_page = native_layout(
+        facts.heads.shard(facts.tp),
+        facts.drafts,
+        conv_dtype=facts.conv_dtype,
+        ssm_dtype=facts.state_dtype,
+    )
+
+    def lay_out(state_bytes: int, unit: int) -> Layout:
+        return arithmetic.lay_out(
+            gdn_layers=gdn_layers, state_bytes=state_bytes, attention=attention, unit=unit
+        )
+
+    # vLLM's block size itself is overwritten by the smallest of all groups' before this is asked.
+    padded = vllm_config.cache_config.mamba_page_size_padded
+    for unit in _UNITS:
+        ours = lay_out(page.nbytes, unit)
+        if ours.block_tokens * attention[0].token_bytes == (padded or page.nbytes):
+            break
+    else:
+        return None
+    tokens = vllm_config.model_config.max_model_len
+    pool_bytes = blocks * ours.block_bytes
+    fits = []
+    for layout, copies in (
+        (ours, 1),
+        (lay_out(stock_page.nbytes, unit), facts.rows),
+    ):
+        request = arithmetic.request_bytes(layout, copies=copies, tokens=tokens)
+        fits.append(arithmetic.capacity(layout, request, pool_bytes).requests)
+    return Gain(tokens, stock=fits[1], replay=fits[0])
+
+
+def _attention(specs: Iterable[Any]) -> list[AttentionLayers] | None:
+    """Attention layers by shape, in the order of the specs; None where a kind is not known."""
+    found: list[AttentionLayers] = []
+    for spec in specs:
+        if hasattr(spec, "mamba_type"):
+            continue
+        try:
+            one = AttentionLayers(
+                # The owner only divides a sum that is not asked for here.
+                owner="target",
+                layers=1,
+                kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_size,
+                kv_dtype=str(spec.dtype).removeprefix("torch."),
+                window=getattr(spec, "sliding_window", None),
+            )
+            same = one.token_bytes * spec.block_size == spec.page_size_bytes
+        except (AttributeError, ValueError):
+            return None
+        if not same:
+            return None
+        for index, known in enumerate(found):
+            if replace(known, layers=1) == one:
+                found[index] = replace(known, layers=known.layers + 1)
+                break
+        else:
+            found.append(one)
+    return found
