@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuda_ext.facts import ReplayFacts, replay_facts
-from cuda_ext.refusals import refusal, replay_layout, replay_problems, wants_replay
+from cuda_ext.refusals import refuse, replay_layout, replay_problems, wants_replay
 from cuda_ext.ring import PageLayout
 
 
@@ -18,11 +18,11 @@ def checked_facts(vllm_config: Any) -> ReplayFacts:
     """The deployment's facts.
 
     Raises:
-        ValueError: ReplaySSM is wanted and can't be had, with every reason; or an option is wrong.
+        RuntimeError: ReplaySSM is wanted and can't be had, with every reason.
+        ValueError: an option of ours is not valid.
     """
     facts = replay_facts(vllm_config)
-    if problems := replay_problems(facts):
-        raise ValueError(refusal(problems))
+    refuse(replay_problems(facts))
     return facts
 
 
@@ -33,7 +33,7 @@ def active_layout(vllm_config: Any) -> PageLayout | None:
         vllm_config: a vllm.config.VllmConfig. For a draft model it is the draft's own.
 
     Raises:
-        ValueError: as `checked_facts`.
+        RuntimeError, ValueError: as `checked_facts`.
     """
     facts = checked_facts(vllm_config)
     if not wants_replay(facts):

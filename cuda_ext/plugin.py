@@ -31,7 +31,7 @@ def register() -> None:
         raise PluginFailure(
             f"gaudi_ext refuses to start: it can't be registered with this vLLM "
             f"({type(error).__name__}: {error}). "
-            + (problem or "Take gaudi_ext out of VLLM_PLUGINS to serve without it")
+            + (str(problem) if problem else "Take gaudi_ext out of VLLM_PLUGINS to serve without")
         ) from error
 
 

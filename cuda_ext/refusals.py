@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from cuda_ext import ring
 from cuda_ext.facts import ARCHITECTURES, ReplayFacts
-from vllm_gaudi_ext import versions
+from vllm_gaudi_ext import problems, versions
 from vllm_gaudi_ext.config import example
+from vllm_gaudi_ext.problems import Problem
 
 MAX_DRAFTS = 31
 STATE_DTYPES = ("float32", "bfloat16")
+REFERENCE_DEVICES = ("cpu", "cuda")
 
 # Device types with kernels of their own for a ReplaySSM step, by the name that vLLM gives them.
 # The plain torch reference runs wherever torch does.
@@ -31,8 +33,8 @@ def wants_replay(facts: ReplayFacts) -> bool:
     return facts.options.replay == "on" or (facts.options.replay == "auto" and facts.drafts > 0)
 
 
-def replay_problems(facts: ReplayFacts) -> list[str]:
-    """Every reason not to start, in words; empty where nothing is wrong or nothing was asked for.
+def replay_problems(facts: ReplayFacts) -> list[Problem]:
+    """Every reason not to start; empty where nothing is wrong or nothing was asked for.
 
     Args:
         facts: the deployment.
@@ -41,8 +43,8 @@ def replay_problems(facts: ReplayFacts) -> list[str]:
         return []
     if not wants_replay(facts):
         return [_no_layers(facts)] if facts.options.replay == "on" else []
-    problems = [
-        versions.replay_version_problem(facts.vllm),
+    found = [
+        _version(facts),
         _native(facts),
         _device(facts),
         _drafts(facts),
@@ -51,129 +53,147 @@ def replay_problems(facts: ReplayFacts) -> list[str]:
         *_parallel(facts),
         *_page(facts),
     ]
-    return [problem for problem in problems if problem]
+    return [problem for problem in found if problem is not None]
 
 
-def refusal(problems: list[str]) -> str:
-    """One text of all problems."""
-    return (
-        "gaudi_ext refuses to start with ReplaySSM: "
-        + "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
-        + f". To serve without ReplaySSM, as stock vLLM does: {example(replay='off')}"
-    )
+def refuse(found: list[Problem]) -> None:
+    """Return where there is no problem.
+
+    Raises:
+        RuntimeError: lists every problem with its fix, and how to serve without ReplaySSM.
+    """
+    without = f"To serve without it, as stock vLLM does: {example(replay='off')}"
+    problems.refuse("serve with ReplaySSM", found, without)
 
 
-def _no_layers(facts: ReplayFacts) -> str:
-    return (
+def _no_layers(facts: ReplayFacts) -> Problem:
+    return Problem(
         f"replay is 'on' but {facts.architecture} has no GDN layers that it could serve "
-        f"(served: {', '.join(ARCHITECTURES)}): set replay to 'auto'"
+        f"(served: {', '.join(ARCHITECTURES)})",
+        "set replay to 'auto'",
     )
 
 
-def _native(facts: ReplayFacts) -> str | None:
+def _version(facts: ReplayFacts) -> Problem | None:
+    return versions.replay_version_problem(facts.vllm)
+
+
+def _native(facts: ReplayFacts) -> Problem | None:
     if facts.native_replay:
-        return (
-            f"vllm {facts.vllm} serves {facts.architecture} with a replay of its own: set replay "
-            "to 'off' and use vLLM's --use-replayssm"
+        return Problem(
+            f"vllm {facts.vllm} serves {facts.architecture} with a replay of its own",
+            "set replay to 'off' and use vLLM's --use-replayssm",
         )
     if facts.native_flag:
-        return (
-            "--use-replayssm is set, which is vLLM's own replay for other layers than GDN: leave "
-            "it out"
+        return Problem(
+            "--use-replayssm is set, which is vLLM's own replay for other layers than GDN",
+            "remove --use-replayssm",
         )
     return None
 
 
-def _device(facts: ReplayFacts) -> str | None:
+def _device(facts: ReplayFacts) -> Problem | None:
     if facts.options.backend == "reference":
-        if facts.device not in ("cpu", "cuda"):
-            return f"device type {facts.device!r} was never tested with the reference backend"
+        if facts.device not in REFERENCE_DEVICES:
+            return Problem(
+                f"the reference backend was never tested on device type {facts.device!r} (tested: "
+                f"{', '.join(REFERENCE_DEVICES)})",
+                "set replay to 'off'",
+            )
         if facts.device != "cpu" and not facts.eager:
-            return (
-                "the reference backend can't be captured in graphs: add --enforce-eager, or set "
-                "backend to 'auto'"
+            return Problem(
+                "the reference backend can't be captured in graphs",
+                "add --enforce-eager, or set backend to 'auto'",
             )
         return None
     if facts.device in NATIVE_BACKENDS:
         return None
-    return (
-        f"there are no ReplaySSM kernels for device type {facts.device!r} in this version: set "
-        "replay to 'off', or for a slow but exact run set backend to 'reference' with "
-        "--enforce-eager"
+    return Problem(
+        f"there are no ReplaySSM kernels for device type {facts.device!r} in this version",
+        "set replay to 'off', or for a slow but exact run backend to 'reference' with "
+        "--enforce-eager",
     )
 
 
-def _drafts(facts: ReplayFacts) -> str | None:
+def _drafts(facts: ReplayFacts) -> Problem | None:
     if facts.drafts > MAX_DRAFTS:
-        return (
-            f"{facts.drafts} draft tokens are more than the {MAX_DRAFTS} that were tested: lower "
-            "num_speculative_tokens in --speculative-config"
+        return Problem(
+            f"{facts.drafts} draft tokens are more than the {MAX_DRAFTS} that were tested",
+            "lower num_speculative_tokens in --speculative-config",
         )
     if facts.drafter_has_states:
-        return (
+        return Problem(
             f"the draft model of method {facts.method!r} has recurrent states of its own, and "
-            "drafting token by token can't be taken back in a ring: use a drafter without "
-            "recurrent layers (DFlash, MTP, ngram, suffix)"
+            "drafting token by token can't be taken back in a ring",
+            "use a drafter without recurrent layers (DFlash, MTP, ngram, suffix)",
         )
     return None
 
 
-def _caching(facts: ReplayFacts) -> str | None:
+def _caching(facts: ReplayFacts) -> Problem | None:
     if facts.prefix_caching:
-        return (
+        return Problem(
             "prefix caching is asked for, and a ReplaySSM state is not saved at block boundaries "
-            "yet: use --no-enable-prefix-caching"
+            "yet",
+            "use --no-enable-prefix-caching",
         )
     return None
 
 
-def _connector(facts: ReplayFacts) -> str | None:
+def _connector(facts: ReplayFacts) -> Problem | None:
     if facts.kv_connector is not None:
-        return (
-            f"KV connector {facts.kv_connector!r} would move a state without its ring: leave out "
-            "--kv-transfer-config"
+        return Problem(
+            f"KV transfer is on (connector {facts.kv_connector!r}): it would move a state without "
+            "its ring",
+            "remove --kv-transfer-config",
         )
     return None
 
 
-def _parallel(facts: ReplayFacts) -> list[str]:
+def _parallel(facts: ReplayFacts) -> list[Problem]:
     sizes = (
-        (facts.pp, "pipeline parallel", "--pipeline-parallel-size 1"),
-        (facts.dcp, "decode context parallel", "--decode-context-parallel-size 1"),
-        (facts.pcp, "prefill context parallel", "--prefill-context-parallel-size 1"),
+        (facts.pp, "pipeline parallelism", "--pipeline-parallel-size"),
+        (facts.dcp, "decode context parallelism", "--decode-context-parallel-size"),
+        (facts.pcp, "prefill context parallelism", "--prefill-context-parallel-size"),
     )
-    problems = [
-        f"{name} size is {size}, only 1 is supported: use {flag}"
+    found = [
+        Problem(f"{name} is {size}, and only 1 is supported", f"remove {flag}")
         for size, name, flag in sizes
         if size > 1
     ]
     if facts.dual_batch_overlap:
-        problems.append(
-            "a step is split into micro-batches, which GDN layers don't support: leave out "
-            "--enable-dbo and --ubatch-size"
+        found.append(
+            Problem(
+                "a step is split into micro-batches, which GDN layers don't support",
+                "remove --enable-dbo and --ubatch-size",
+            )
         )
-    return problems
+    return found
 
 
-def _page(facts: ReplayFacts) -> list[str]:
-    problems = []
+def _page(facts: ReplayFacts) -> list[Problem]:
+    found = []
     if facts.state_dtype not in STATE_DTYPES:
-        problems.append(
-            f"state dtype {facts.state_dtype!r} is not one of {', '.join(STATE_DTYPES)}: use "
-            "--mamba-ssm-cache-dtype float32"
+        found.append(
+            Problem(
+                f"the state's dtype is {facts.state_dtype!r}, not one of {', '.join(STATE_DTYPES)}",
+                "use --mamba-ssm-cache-dtype float32",
+            )
         )
     if facts.conv_dtype != facts.dtype:
-        problems.append(
-            f"conv window dtype {facts.conv_dtype!r} differs from the model's {facts.dtype!r}: "
-            "rows of one step would be convolved with other values than rows of two; use "
-            "--mamba-cache-dtype auto"
+        found.append(
+            Problem(
+                f"the conv window's dtype is {facts.conv_dtype!r}, the model's {facts.dtype!r}: "
+                "rows of one step would be convolved with other values than rows of two",
+                "use --mamba-cache-dtype auto",
+            )
         )
-    if not problems and facts.drafts <= MAX_DRAFTS and facts.heads is not None:
+    if not found and facts.drafts <= MAX_DRAFTS and facts.heads is not None:
         try:
             replay_layout(facts)
         except ValueError as error:
-            problems.append(str(error))
-    return problems
+            found.append(Problem(str(error), "change --tensor-parallel-size"))
+    return found
 
 
 def replay_layout(facts: ReplayFacts, *, conv_dim_first: bool = False) -> ring.PageLayout:

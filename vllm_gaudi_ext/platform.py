@@ -16,6 +16,7 @@ versions.require_tested_versions()
 from vllm_gaudi.platform import HpuPlatform  # noqa: E402  (its import may fail outside the window)
 
 from vllm_gaudi_ext import facts  # noqa: E402
+from vllm_gaudi_ext.config import read_options  # noqa: E402
 from vllm_gaudi_ext.gdn import refusals  # noqa: E402
 
 if TYPE_CHECKING:
@@ -35,10 +36,13 @@ class GaudiExtPlatform(HpuPlatform):
 
         Raises:
             RuntimeError: every problem of the configuration, each with the flag that mends it.
+            ValueError: an option of ours in `additional_config` is not valid.
         """
+        options = read_options(vllm_config.additional_config)
         cache = vllm_config.cache_config
         parallel = vllm_config.parallel_config
         caching = facts.caches_gdn_prefixes(vllm_config)
+        refusals.refuse_options(refusals.option_problems(options))
         if caching:
             # Before super(): it turns caching off, or a switch on, without an error.
             refusals.refuse(refusals.config_problems(cls._facts(vllm_config)))

@@ -9,6 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from vllm_gaudi_ext import envs
+from vllm_gaudi_ext.problems import Problem
 
 
 @dataclass(frozen=True)
@@ -79,17 +80,17 @@ def version_problems() -> list[str]:
     ]
 
 
-def replay_version_problem(found: str | None) -> str | None:
+def replay_version_problem(found: str | None) -> Problem | None:
     """Why ReplaySSM is not served with this vLLM; None when it is, or the check is overridden."""
     if envs.VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS:
         return None
     if any(window.admits(found) for window in VLLM_FOR_REPLAY):
         return None
     tested = " or ".join(str(window.supported) for window in VLLM_FOR_REPLAY)
-    return (
-        f"vllm {found or 'is not installed'}, ReplaySSM was tested with {tested}: install a "
-        "tested version, or set VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1 to go on without any "
-        "promise"
+    return Problem(
+        f"vllm {found or 'is not installed'}, ReplaySSM was tested with {tested}",
+        "install a tested version, or set VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1 to go on "
+        "without any promise",
     )
 
 

@@ -25,8 +25,10 @@ from vllm.platforms import current_platform
 from cuda_ext.activation import active_layout, torch_dtypes
 from cuda_ext.backend.replay_attn import ReplayBackend, ReplayMetadata
 from cuda_ext.ops import reference
+from cuda_ext.refusals import refuse
 from cuda_ext.ring import GdnHeads, PageLayout
 from cuda_ext.startup import announce
+from vllm_gaudi_ext.problems import Problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,18 +93,22 @@ class ReplayGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         """vLLM's spec, without blocks for the states of drafts.
 
         Raises:
-            ValueError: vLLM's page is smaller than ours, as when another out-of-tree model class
+            RuntimeError: vLLM's page is smaller than ours, as when another out-of-tree model class
                 told it another state.
         """
         if self.replay is None:
             return super().get_kv_cache_spec(vllm_config)
         padded = vllm_config.cache_config.mamba_page_size_padded
         if padded is not None and padded < self.replay.nbytes:
-            raise ValueError(
-                f"gaudi_ext refuses to start with ReplaySSM: a page of {self.replay.nbytes} bytes "
-                f"is needed for each GDN layer's state and ring, found {padded} bytes for "
-                f"{self.prefix}: leave out --block-size and --mamba-block-size, and other plugins "
-                "that register this model"
+            refuse(
+                [
+                    Problem(
+                        f"a page of {self.replay.nbytes} bytes is needed for the state and ring "
+                        f"of {self.prefix}, and vLLM made one of {padded} bytes",
+                        "remove --block-size, --mamba-block-size, and other plugins that "
+                        "register this model",
+                    )
+                ]
             )
         spec = super().get_kv_cache_spec(vllm_config)
         return replace(spec, num_speculative_blocks=0)

@@ -382,6 +382,34 @@ def test_engine_serves_after_its_kv_cache_was_built_again(rebuild: Any, engines:
     assert first.distance(expected) == hit.distance(expected) == 0.0
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_replay_that_is_asked_for_on_gaudi_is_refused(models: Any, caching: bool) -> None:
+    """ReplaySSM is not served here: asked for and not active would be a silent fallback."""
+    config = _config_with(models, {"gaudi_ext": {"replay": "auto"}}, caching)
+    assert config.additional_config == {"gaudi_ext": {"replay": "auto"}}
+    with pytest.raises(RuntimeError, match="replay is 'on', and ReplaySSM is not served on Gaudi"):
+        _config_with(models, {"gaudi_ext": {"replay": "on"}}, caching)
+
+
+def test_unknown_option_is_refused(models: Any) -> None:
+    with pytest.raises(ValueError, match="unknown option 'replays'"):
+        _config_with(models, {"gaudi_ext": {"replays": "on"}}, True)
+
+
+def _config_with(models: Any, additional: dict[str, Any], caching: bool) -> Any:
+    import tiny_models
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm_gaudi.extension.runtime import clear_config
+
+    options = harness.OPTIONS | {"enable_prefix_caching": caching}
+    options["additional_config"] = additional
+    clear_config()
+    try:
+        return EngineArgs(model=str(models(tiny_models.DENSE)), **options).create_engine_config()
+    finally:
+        clear_config()
+
+
 # With prefix caching off.
 
 

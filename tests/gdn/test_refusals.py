@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_gaudi_ext.config import ExtOptions
 from vllm_gaudi_ext.gdn.refusals import (
     CACHING_OFF,
     LayoutFacts,
@@ -15,7 +16,9 @@ from vllm_gaudi_ext.gdn.refusals import (
     ServingFacts,
     config_problems,
     layout_problems,
+    option_problems,
     refuse,
+    refuse_options,
     smallest_budget,
 )
 
@@ -297,6 +300,16 @@ def test_all_problems_at_once_are_one_error_in_order() -> None:
 def test_one_problem_is_called_one() -> None:
     with pytest.raises(RuntimeError, match=r"\(1 problem\):\n  1\. found it -> mend it$"):
         refuse([Problem("found it", "mend it")])
+
+
+@pytest.mark.parametrize(("replay", "count"), [("auto", 0), ("off", 0), ("on", 1)])
+def test_replay_is_no_option_on_gaudi(replay: str, count: int) -> None:
+    found = option_problems(ExtOptions(replay=replay))
+    assert len(found) == count
+    if found:
+        assert "not served on Gaudi" in found[0].what
+        with pytest.raises(RuntimeError, match="as --additional-config asks"):
+            refuse_options(found)
 
 
 @pytest.mark.parametrize("seed", range(20))

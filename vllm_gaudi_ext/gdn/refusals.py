@@ -10,25 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_gaudi_ext import problems as problems_room
+from vllm_gaudi_ext.config import ExtOptions
+from vllm_gaudi_ext.problems import Problem
+
 # vllm-gaudi 0.26.0 (extension/bucketing/common.py) stops at a budget that is no multiple of the
 # Mamba chunk size, which is 128 unless a model names its own.
 BUDGET_UNIT = 128
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A precondition that does not hold.
-
-    Args:
-        what: what was asked for or found, with the numbers.
-        fix: the flag, variable or action that mends it.
-    """
-
-    what: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.what} -> {self.fix}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,12 +284,23 @@ def layout_problems(facts: LayoutFacts) -> list[Problem]:
     return found
 
 
+def option_problems(options: ExtOptions) -> list[Problem]:
+    """Options of this package that Gaudi has nothing for."""
+    if options.replay == "on":
+        return [
+            Problem(
+                "replay is 'on', and ReplaySSM is not served on Gaudi",
+                "set replay to 'auto', or leave it out of --additional-config",
+            )
+        ]
+    return []
+
+
+def refuse_options(problems: Sequence[Problem]) -> None:
+    """Raise one RuntimeError for `option_problems`; return where there is none."""
+    problems_room.refuse("serve as --additional-config asks", problems)
+
+
 def refuse(problems: Sequence[Problem]) -> None:
     """Raise one RuntimeError that lists every problem with its fix; return where there is none."""
-    if not problems:
-        return
-    lines = "\n".join(f"  {n}. {problem}" for n, problem in enumerate(problems, 1))
-    raise RuntimeError(
-        f"gaudi_ext cannot serve with prefix caching ({len(problems)} "
-        f"problem{'s' if len(problems) > 1 else ''}):\n{lines}"
-    )
+    problems_room.refuse("serve with prefix caching", problems)
