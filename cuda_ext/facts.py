@@ -29,7 +29,7 @@ class ReplayFacts:
 
     Args:
         options: what the operator asked for.
-        vllm: version of vLLM.
+        vllm: version of vLLM; None where a file is checked on a machine without it.
         device: vLLM's name of the device type ("cpu", "cuda", ...).
         architecture: the model's, as vLLM resolved it.
         drafts: D, draft tokens a step; 0 without speculative decoding.
@@ -47,7 +47,7 @@ class ReplayFacts:
     """
 
     options: ExtOptions
-    vllm: str
+    vllm: str | None
     device: str
     architecture: str
     drafts: int
@@ -98,7 +98,7 @@ def replay_facts(vllm_config: Any) -> ReplayFacts:
     conv_dtype, state_dtype = _state_dtypes(model, cache)
     return ReplayFacts(
         options=read_options(vllm_config.additional_config),
-        vllm=versions.installed_vllm() or "unknown",
+        vllm=versions.installed_vllm(),
         device=current_platform.device_type,
         architecture=architecture,
         drafts=(speculative.num_speculative_tokens or 0) if speculative else 0,

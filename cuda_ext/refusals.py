@@ -75,7 +75,7 @@ def _no_layers(facts: ReplayFacts) -> Problem:
 
 
 def _version(facts: ReplayFacts) -> Problem | None:
-    return versions.replay_version_problem(facts.vllm)
+    return None if facts.vllm is None else versions.replay_version_problem(facts.vllm)
 
 
 def _native(facts: ReplayFacts) -> Problem | None:

@@ -421,3 +421,64 @@ def test_a_mapping_may_be_written_as_json(check: Check) -> None:
         == whats(check({"speculative-config": mapping}))
         != ""
     )
+
+
+DRAFTS = {
+    "speculative-config": {
+        "method": "dflash",
+        "model": "z-lab/Qwen3.5-4B-DFlash",
+        "num_speculative_tokens": 15,
+    }
+}
+
+
+def of_replay(report: PreflightReport) -> list[str]:
+    words = ("ReplaySSM", "replay", "drafts were", "draft tokens", "unknown option", "KV transfer")
+    return [p.what for p in report.problems if any(word in p.what for word in words)]
+
+
+def test_what_replay_would_refuse_on_nvidia_is_said_all_at_once(check: Check) -> None:
+    changes = DRAFTS | {
+        "additional-config": {"gaudi_ext": {"backend": "reference"}},
+        "kv-transfer-config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+        "decode-context-parallel-size": 2,
+    }
+    said = whats(check(changes, platform="b200"))
+    for words in (
+        "the reference backend can't be captured in graphs",
+        "prefix caching is asked for",
+        "KV transfer is on (connector 'NixlConnector')",
+        "decode context parallelism is 2",
+    ):
+        assert words in said
+
+
+def test_replay_that_is_off_or_not_loaded_refuses_nothing(check: Check) -> None:
+    off = DRAFTS | {"additional-config": {"gaudi_ext": {"replay": "off"}}}
+    assert of_replay(check(off, platform="b200")) == []
+    assert of_replay(check(DRAFTS, platform="b200", environment={"VLLM_PLUGINS": "other"})) == []
+    # In this version `auto` with drafts needs kernels that are not there yet.
+    assert of_replay(check(DRAFTS | {"enable-prefix-caching": False}, platform="b200")) == [
+        "there are no ReplaySSM kernels for device type 'cuda' in this version"
+    ]
+
+
+def test_replay_asked_for_without_the_plugin_is_a_problem(check: Check) -> None:
+    on = DRAFTS | {"additional-config": {"gaudi_ext": {"replay": True}}}
+    report = check(on, platform="b200", environment={"VLLM_PLUGINS": "other"})
+    assert of_replay(report) == [
+        "replay is 'on', and VLLM_PLUGINS does not name gaudi_ext, so stock vLLM would serve"
+    ]
+
+
+def test_replay_is_no_option_on_gaudi(check: Check) -> None:
+    on = {"additional-config": {"gaudi_ext": {"replay": "on"}}}
+    assert of_replay(check(on)) == ["replay is 'on', and ReplaySSM is not served on Gaudi"]
+
+
+@pytest.mark.parametrize("platform", ["b200", "gaudi3"])
+def test_an_unknown_option_of_ours_is_a_problem(check: Check, platform: str) -> None:
+    changes = {"additional-config": json.dumps({"gaudi_ext": {"replays": "on"}})}
+    said = of_replay(check(changes, platform=platform))
+    assert len(said) == 1
+    assert "unknown option 'replays' (known: replay, backend)" in said[0]

@@ -18,7 +18,7 @@ from vllm_gaudi_ext.planner.facts import Platform, find_platform
 from vllm_gaudi_ext.planner.plan import Plan
 from vllm_gaudi_ext.planner.request import Options, options_from_args
 from vllm_gaudi_ext.planner.serve_args import read_yaml, serve_args
-from vllm_gaudi_ext.preflight import serving, structure
+from vllm_gaudi_ext.preflight import replay, serving, structure
 from vllm_gaudi_ext.preflight.arguments import ask, load_parser
 from vllm_gaudi_ext.preflight.report import Found, PreflightReport
 from vllm_gaudi_ext.recipes import Recipe, read_recipe
@@ -120,13 +120,21 @@ def _check_serving(
         report.warnings.append(said)
     plan = _plan(report, path, parsed, card, recipe, configs, bool(caching))
     gaudi = card.vendor == "gaudi"
+    environment = envs.with_overrides(recipe.env if recipe is not None else {})
     report.problems += serving.version_problems(report.vllm, gaudi=gaudi)
     if caching is not False:
         missing = serving.missing_sizes(parsed, report.block_tokens)
         report.problems += missing
         if gaudi and not missing:
-            environment = envs.with_overrides(recipe.env if recipe is not None else {})
             report.problems += serving.gaudi_problems(parsed, environment, report.block_tokens)
+    options, wrong = replay.options_of(parsed)
+    report.problems += wrong
+    if options is not None and gaudi:
+        report.problems += replay.gaudi_option_problems(options)
+    elif options is not None and plan is not None:
+        report.problems += replay.nvidia_problems(parsed, options, environment, plan, report.vllm)
+    elif options is not None:
+        report.unchecked.append("what ReplaySSM would refuse, which needs the block size's facts")
     if plan is not None:
         report.problems += serving.planner_problems(plan, refusals_asked=gaudi and bool(caching))
         report.warnings += serving.planner_warnings(plan)

@@ -212,7 +212,7 @@ def options_without_vllm(content: Mapping[str, Any]) -> argparse.Namespace:
                 f"{name.replace('_', '-')}: {value!r} is no whole number, and its other forms "
                 "are vLLM's own"
             )
-    for name in ("speculative_config", "kv_transfer_config"):
+    for name in ("speculative_config", "kv_transfer_config", "additional_config"):
         if values.get(name) is not None:
             values[name] = _mapping(name, values[name])
     return argparse.Namespace(**values)
