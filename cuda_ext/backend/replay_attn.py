@@ -92,15 +92,35 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         Args:
             common_prefix_len: of no meaning here.
             common_attn_metadata: the batch; column 0 of its block table holds the slots.
-            num_accepted_tokens, num_decode_draft_tokens_cpu: not needed, see the cursor.
-            fast_build: likewise.
-            kwargs: what a later version passes besides; not needed either.
+            num_accepted_tokens: not needed, see the cursor.
+            num_decode_draft_tokens_cpu: [N], drafts of each request, -1 for none; on the host.
+            fast_build: of no meaning here.
+            kwargs: what a later version passes besides; not needed.
+
+        Raises:
+            RuntimeError: a request has drafts behind more than one token of its own.
         """
         common = common_attn_metadata
+        if num_decode_draft_tokens_cpu is not None:
+            self._check_drafts(common, num_decode_draft_tokens_cpu)
         rows = self.planner.plan(
             common.block_table_tensor[:, 0], common.seq_lens, common.query_start_loc
         )
         return self._metadata(common, rows)
+
+    def _check_drafts(self, common: CommonAttentionMetadata, drafts: torch.Tensor) -> None:
+        """vLLM's scheduler puts drafts behind one token only, so a longer row holds none.
+
+        It would be a chunk here, whose rows go into the state at once, rejected ones too.
+        """
+        rows = common.query_start_loc_cpu.diff()
+        wrong = (drafts[: rows.shape[0]] > 0) & (rows > self.num_spec + 1)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise RuntimeError(
+                f"request {row} of the batch has {int(rows[row])} rows with {int(drafts[row])} "
+                f"drafts among them; at most {self.num_spec + 1} rows can be taken back"
+            )
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
