@@ -1,6 +1,5 @@
-"""ReplaySSM for Gated DeltaNet layers on NVIDIA GPUs: one state and a short ring of inputs.
+"""ReplaySSM for Gated DeltaNet layers: one state and a short ring of inputs a request.
 
-Nothing here serves a request yet: `ring.py` accounts for the page that will hold state and ring, so
-that the planner can reckon with it; the layer, its kernels and their benchmarks are still to come.
-Importing this package imports neither torch, nor Triton, nor vLLM.
+`plugin.py` is where vLLM comes in, `ring.py` says what a page holds, `cursor.py` what a step does
+with it, `ops/` does it. Importing this package imports neither torch, nor Triton, nor vLLM.
 """

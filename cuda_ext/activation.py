@@ -9,20 +9,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuda_ext.facts import ReplayFacts, replay_facts
+from cuda_ext.facts import ARCHITECTURES, ReplayFacts, replay_facts
+from cuda_ext.plugin import registration_problem
 from cuda_ext.refusals import refuse, replay_layout, replay_problems, wants_replay
 from cuda_ext.ring import PageLayout
+from vllm_gaudi_ext.config import read_options
 
 
-def checked_facts(vllm_config: Any) -> ReplayFacts:
-    """The deployment's facts.
+def checked_facts(vllm_config: Any) -> ReplayFacts | None:
+    """The deployment's facts; None where vLLM is to be left as it is.
+
+    With replay `off`, and for a model that has nothing to replay, no more is read than says so.
 
     Raises:
         RuntimeError: ReplaySSM is wanted and can't be had, with every reason.
         ValueError: an option of ours is not valid.
     """
+    replay = read_options(vllm_config.additional_config).replay
+    architecture = vllm_config.model_config.architecture
+    if replay == "off" or (replay == "auto" and architecture not in ARCHITECTURES):
+        return None
     facts = replay_facts(vllm_config)
-    refuse(replay_problems(facts))
+    found = replay_problems(facts)
+    if wants_replay(facts) and (problem := registration_problem(architecture)) is not None:
+        found.append(problem)
+    refuse(found)
     return facts
 
 
@@ -36,7 +47,7 @@ def active_layout(vllm_config: Any) -> PageLayout | None:
         RuntimeError, ValueError: as `checked_facts`.
     """
     facts = checked_facts(vllm_config)
-    if not wants_replay(facts):
+    if facts is None or not wants_replay(facts):
         return None
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 

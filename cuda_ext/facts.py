@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuda_ext.ring import GdnHeads
+from vllm_gaudi_ext import envs, versions
 from vllm_gaudi_ext.config import ExtOptions, read_options
 
 # Architectures whose GDN layers are vLLM's QwenGatedDeltaNetAttention, with the module of this
@@ -44,6 +45,7 @@ class ReplayFacts:
         eager: whether the model runs without graphs.
         native_replay: whether this vLLM can serve GDN layers with a replay of its own.
         native_flag: whether vLLM's own `--use-replayssm` is set.
+        fused_decode_kernel: whether `VLLM_GDN_DECODE_KERNEL` asks for vLLM's fused kernel.
     """
 
     options: ExtOptions
@@ -67,6 +69,7 @@ class ReplayFacts:
     eager: bool = False
     native_replay: bool = False
     native_flag: bool = False
+    fused_decode_kernel: bool = False
 
     @property
     def gdn_hybrid(self) -> bool:
@@ -86,8 +89,6 @@ def replay_facts(vllm_config: Any) -> ReplayFacts:
         ValueError: our options in `additional_config` are not valid.
     """
     from vllm.platforms import current_platform
-
-    from vllm_gaudi_ext import versions
 
     model = vllm_config.model_config
     cache = vllm_config.cache_config
@@ -120,6 +121,7 @@ def replay_facts(vllm_config: Any) -> ReplayFacts:
         eager=bool(model.enforce_eager),
         native_replay=_native_replay(architecture, model),
         native_flag=bool(getattr(cache, "use_replayssm", False)),
+        fused_decode_kernel=envs.fused_gdn_decode_kernel(),
     )
 
 

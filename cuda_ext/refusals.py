@@ -22,15 +22,27 @@ REFERENCE_DEVICES = ("cpu", "cuda")
 NATIVE_BACKENDS = {"cpu": "reference"}
 
 
-def wants_replay(facts: ReplayFacts) -> bool:
+def asks_for_replay(replay: str, architecture: str, *, drafts: bool) -> bool:
     """Whether ReplaySSM is to be active: asked for, or `auto` where it has something to save.
 
     `on` makes it active without drafts too: nothing is saved then, but every token is decoded by
     the layer that serves drafts, so the two can be compared.
     """
-    if not facts.gdn_hybrid:
+    if architecture not in ARCHITECTURES:
         return False
-    return facts.options.replay == "on" or (facts.options.replay == "auto" and facts.drafts > 0)
+    return replay == "on" or (replay == "auto" and drafts)
+
+
+def wants_replay(facts: ReplayFacts) -> bool:
+    """`asks_for_replay` of a deployment."""
+    return asks_for_replay(facts.options.replay, facts.architecture, drafts=facts.drafts > 0)
+
+
+def backend_of(facts: ReplayFacts) -> str | None:
+    """What computes a step: the backend asked for, or the device's own; None where it has none."""
+    if facts.options.backend != "auto":
+        return facts.options.backend
+    return NATIVE_BACKENDS.get(facts.device)
 
 
 def replay_problems(facts: ReplayFacts) -> list[Problem]:
@@ -47,7 +59,8 @@ def replay_problems(facts: ReplayFacts) -> list[Problem]:
         _version(facts),
         _native(facts),
         _device(facts),
-        _drafts(facts),
+        _decode_kernel(facts),
+        *_drafts(facts),
         _caching(facts),
         _connector(facts),
         *_parallel(facts),
@@ -79,6 +92,7 @@ def _version(facts: ReplayFacts) -> Problem | None:
 
 
 def _native(facts: ReplayFacts) -> Problem | None:
+    # The flag is refused by vLLM itself before an engine gets here; preflight asks for it.
     if facts.native_replay:
         return Problem(
             f"vllm {facts.vllm} serves {facts.architecture} with a replay of its own",
@@ -96,7 +110,7 @@ def _device(facts: ReplayFacts) -> Problem | None:
     if facts.options.backend == "reference":
         if facts.device not in REFERENCE_DEVICES:
             return Problem(
-                f"the reference backend was never tested on device type {facts.device!r} (tested: "
+                f"the reference backend is not served on device type {facts.device!r} (served: "
                 f"{', '.join(REFERENCE_DEVICES)})",
                 "set replay to 'off'",
             )
@@ -106,7 +120,7 @@ def _device(facts: ReplayFacts) -> Problem | None:
                 "add --enforce-eager, or set backend to 'auto'",
             )
         return None
-    if facts.device in NATIVE_BACKENDS:
+    if backend_of(facts) is not None:
         return None
     return Problem(
         f"there are no ReplaySSM kernels for device type {facts.device!r} in this version",
@@ -115,19 +129,33 @@ def _device(facts: ReplayFacts) -> Problem | None:
     )
 
 
-def _drafts(facts: ReplayFacts) -> Problem | None:
-    if facts.drafts > MAX_DRAFTS:
+def _decode_kernel(facts: ReplayFacts) -> Problem | None:
+    if facts.fused_decode_kernel:
         return Problem(
-            f"{facts.drafts} draft tokens are more than the {MAX_DRAFTS} that were tested",
-            "lower num_speculative_tokens in --speculative-config",
-        )
-    if facts.drafter_has_states:
-        return Problem(
-            f"the draft model of method {facts.method!r} has recurrent states of its own, and "
-            "drafting token by token can't be taken back in a ring",
-            "use a drafter without recurrent layers (DFlash, MTP, ngram, suffix)",
+            "VLLM_GDN_DECODE_KERNEL asks for a kernel that writes a state for each row",
+            "unset VLLM_GDN_DECODE_KERNEL",
         )
     return None
+
+
+def _drafts(facts: ReplayFacts) -> list[Problem]:
+    found = []
+    if facts.drafts > MAX_DRAFTS:
+        found.append(
+            Problem(
+                f"{facts.drafts} draft tokens are more than the {MAX_DRAFTS} that were tested",
+                "lower num_speculative_tokens in --speculative-config",
+            )
+        )
+    if facts.drafter_has_states:
+        found.append(
+            Problem(
+                f"the draft model of method {facts.method!r} has recurrent states of its own, and "
+                "drafting token by token can't be taken back in a ring",
+                "use a drafter without recurrent layers (DFlash, MTP, ngram, suffix)",
+            )
+        )
+    return found
 
 
 def _caching(facts: ReplayFacts) -> Problem | None:
@@ -145,7 +173,7 @@ def _connector(facts: ReplayFacts) -> Problem | None:
         return Problem(
             f"KV transfer is on (connector {facts.kv_connector!r}): it would move a state without "
             "its ring",
-            "remove --kv-transfer-config",
+            "remove --kv-transfer-config and --kv-offloading-size, which sets one too",
         )
     return None
 

@@ -7,17 +7,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cuda_ext.facts import replay_facts
+from cuda_ext.refusals import backend_of
 from cuda_ext.ring import PageLayout, native_layout
+from vllm_gaudi_ext import problems
 from vllm_gaudi_ext.log import logger_for
 from vllm_gaudi_ext.planner import arithmetic
 from vllm_gaudi_ext.planner.arithmetic import AttentionLayers, Layout
+from vllm_gaudi_ext.problems import Problem
 from vllm_gaudi_ext.version import __version__
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Blocks that attention backends work in; vLLM keeps the one that it rounds to nowhere.
+# Blocks that attention backends work in.
 _UNITS = (16, 32, 64, 128, 256)
+_BLOCK_BEFORE = "_gaudi_ext_block_before"
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,24 @@ class Gain:
     replay: int
 
 
+def note_block_size(cache_config: Any) -> None:
+    """Remember the block size from which vLLM goes on to align it with the page of a state.
+
+    vLLM overwrites it, and without it nobody can tell the blocks of another page: what fits 1408
+    tokens may have been rounded to 64 or to 128.
+
+    Args:
+        cache_config: a vllm.config.CacheConfig, before it is aligned; later calls change nothing.
+    """
+    if not hasattr(cache_config, _BLOCK_BEFORE):
+        setattr(cache_config, _BLOCK_BEFORE, cache_config.block_size)
+
+
 def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int) -> None:
     """Log the line when the first GDN layer of the model gets its pages.
+
+    Not for the small pool that vLLM makes and drops to measure its graphs: the configuration does
+    not have its size yet.
 
     Args:
         vllm_config: the worker's.
@@ -43,6 +63,8 @@ def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int
         page: of one GDN layer.
         blocks: of the pool.
     """
+    if vllm_config.cache_config.num_gpu_blocks != blocks:
+        return
     layers = vllm_config.compilation_config.static_forward_context
     specs = {
         name: spec
@@ -53,7 +75,23 @@ def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int
     states = [name for name, spec in specs.items() if hasattr(spec, "mamba_type")]
     if prefix != states[0]:
         return
+    stock = [name for name in states if getattr(layers[name], "replay", None) is None]
+    problems.refuse(
+        "serve with ReplaySSM",
+        [
+            Problem(f"{name} is vLLM's own layer", "take other plugins out of VLLM_PLUGINS")
+            for name in stock
+        ],
+    )
+    if not is_first_rank():
+        return
     facts = replay_facts(vllm_config)
+    saved = (
+        f"Method {facts.method}, {facts.drafts} drafts: one state a request instead of "
+        f"{facts.rows}, {facts.drafts} copies saved in each layer"
+        if facts.drafts
+        else "No drafts, so no copies are saved"
+    )
     gained = "requests gained unknown (a layout that the planner does not know)"
     gain = requests_gained(vllm_config, page, specs.values(), blocks)
     if gain is not None:
@@ -62,16 +100,12 @@ def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int
             f"({gain.replay - gain.stock:+d})"
         )
     logger_for(__name__).info(
-        "gaudi_ext %s: ReplaySSM is active for %d GDN layers, %s backend. Method %s, %d drafts: "
-        "one state a request instead of %d, %d copies saved in each layer; ring of R=%d rows, "
+        "gaudi_ext %s: ReplaySSM is active for %d GDN layers, %s backend. %s; ring of R=%d rows, "
         "page %d bytes (ring %d, padded to %d); %s.",
         __version__,
         len(states),
-        facts.options.backend if facts.options.backend != "auto" else "reference",
-        facts.method,
-        facts.drafts,
-        facts.rows,
-        facts.drafts,
+        backend_of(facts),
+        saved,
         page.ring_rows,
         page.nbytes,
         page.ring_bytes,
@@ -80,13 +114,20 @@ def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int
     )
 
 
+def is_first_rank() -> bool:
+    """Whether this is the worker that speaks for all of its tensor-parallel group."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank() == 0
+
+
 def requests_gained(
     vllm_config: VllmConfig, page: PageLayout, specs: Iterable[Any], blocks: int
 ) -> Gain | None:
     """What the pool holds, and would hold with a state for each draft.
 
     Args:
-        vllm_config: the worker's.
+        vllm_config: the worker's, after `note_block_size`.
         page: of one GDN layer.
         specs: KV-cache specs of all layers, the target's first.
         blocks: of the pool.
@@ -116,7 +157,9 @@ def requests_gained(
 
     # vLLM's block size itself is overwritten by the smallest of all groups' before this is asked.
     padded = vllm_config.cache_config.mamba_page_size_padded
-    for unit in _UNITS:
+    before = getattr(vllm_config.cache_config, _BLOCK_BEFORE)
+    # A backend whose smallest block is larger than that rounds to its own.
+    for unit in (before, *(unit for unit in _UNITS if unit > before)):
         ours = lay_out(page.nbytes, unit)
         if ours.block_tokens * attention[0].token_bytes == (padded or page.nbytes):
             break
@@ -129,7 +172,9 @@ def requests_gained(
         (ours, 1),
         (lay_out(stock_page.nbytes, unit), facts.rows),
     ):
-        request = arithmetic.request_bytes(layout, copies=copies, tokens=tokens)
+        request = arithmetic.request_bytes(
+            layout, copies=copies, tokens=tokens, in_flight=vllm_config.max_in_flight_tokens
+        )
         fits.append(arithmetic.capacity(layout, request, pool_bytes).requests)
     return Gain(tokens, stock=fits[1], replay=fits[0])
 

@@ -24,8 +24,9 @@ class ExtOptions(BaseModel):
     replay: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="ReplaySSM for Gated DeltaNet layers (not on Gaudi): `auto` turns it on for a "
-        "GDN hybrid that is served with speculative decoding, `on` for every GDN hybrid, `off` "
-        "leaves vLLM as it is. Where it is on and can't be had, the server does not start.",
+        "Qwen3.5, Qwen3.6 or Qwen3-Next that is served with speculative decoding, `on` without "
+        "drafts too, `off` leaves vLLM as it is. Where it is on and can't be had, the server does "
+        "not start.",
     )
     backend: Literal["auto", "reference"] = Field(
         default="auto",
@@ -43,10 +44,20 @@ class ExtOptions(BaseModel):
 def read_options(additional_config: Any) -> ExtOptions:
     """The options in vLLM's `additional_config`; defaults where there are none.
 
+    Other keys are other plugins', but for those that can only be meant for this one.
+
     Raises:
         ValueError: a key is unknown or a value is not allowed; every one is named.
     """
-    if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+    if not isinstance(additional_config, Mapping):
+        return ExtOptions()
+    for name in additional_config:
+        if name != KEY and str(name).lower().replace("-", "_") in (KEY, "replay"):
+            raise ValueError(
+                f"--additional-config: {name!r} is not read; options of this package go under "
+                f"{KEY!r}, for example {example(replay='on')}"
+            )
+    if KEY not in additional_config:
         return ExtOptions()
     given = additional_config[KEY]
     if not isinstance(given, Mapping):

@@ -78,5 +78,10 @@ def defragmenter(environment: Mapping[str, str] | None = None) -> bool:
     return _of(environment).get("VLLM_DEFRAG", "").lower() in (*_TRUE, "t", "y")
 
 
+def fused_gdn_decode_kernel(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether `VLLM_GDN_DECODE_KERNEL`, vLLM's own, asks for its fused CUDA kernel by name."""
+    return _of(environment).get("VLLM_GDN_DECODE_KERNEL", "").strip().lower() == "cuda"
+
+
 def _of(environment: Mapping[str, str] | None) -> Mapping[str, str]:
     return os.environ if environment is None else environment

@@ -61,11 +61,16 @@ def register_general() -> None:
     """Entry point of `vllm.general_plugins`: our variables, and what this machine is served with.
 
     With an HPU stack those are vllm-gaudi's general plugins, else ReplaySSM (cuda_ext/plugin.py).
+    Where `VLLM_PLUGINS` does not name this plugin vLLM stays as it is, and only refuses an engine
+    that asks for ReplaySSM all the same.
 
     Raises:
-        SystemExit: ReplaySSM can't be registered; vLLM would swallow any other exception.
+        RuntimeError: ReplaySSM can't be registered with this vLLM.
     """
     if not envs.named_in_vllm_plugins(PLUGIN):
+        from cuda_ext.compat import engine_args
+
+        engine_args.install_unnamed()
         return
     _merge_variables()
     if not hpu_stack_present():

@@ -36,7 +36,8 @@ class Window:
 
 VLLM = Window("vllm", SpecifierSet(">=0.26.0,<0.26.1"))
 VLLM_GAUDI = Window("vllm-gaudi", SpecifierSet(">=0.26.0,<0.26.1"))
-# ReplaySSM needs no vllm-gaudi, so it follows vLLM by itself.
+# ReplaySSM needs no vllm-gaudi, so it follows vLLM by itself. The names and signatures that it uses
+# are checked against each of these (tests/replay/test_compat.py); README says where engines ran.
 VLLM_FOR_REPLAY = tuple(
     Window("vllm", SpecifierSet(specifiers))
     for specifiers in (">=0.26.0,<0.26.1", ">=0.31.0,<0.31.1", ">=0.33.0,<0.33.1")
@@ -88,7 +89,7 @@ def replay_version_problem(found: str | None) -> Problem | None:
         return None
     tested = " or ".join(str(window.supported) for window in VLLM_FOR_REPLAY)
     return Problem(
-        f"vllm {found or 'is not installed'}, ReplaySSM was tested with {tested}",
+        f"vllm {found or 'is not installed'}, ReplaySSM is served with {tested}",
         "install a tested version, or set VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1 to go on "
         "without any promise",
     )

@@ -56,6 +56,9 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # vLLM 0.26.0 keeps neither: its builder does not call its base's constructor.
+        self.layer_names = layer_names
+        self.device = device
         # vLLM would reuse another group's metadata with this group's block table.
         self.supports_update_block_table = False
         self._planner: StepPlanner | None = None
@@ -109,9 +112,11 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         return self._metadata(common, rows)
 
     def _check_drafts(self, common: CommonAttentionMetadata, drafts: torch.Tensor) -> None:
-        """vLLM's scheduler puts drafts behind one token only, so a longer row holds none.
+        """vLLM's schedulers put drafts behind one token only, so a longer row holds none.
 
-        It would be a chunk here, whose rows go into the state at once, rejected ones too.
+        It would be a chunk here, whose rows go into the state at once, rejected ones too. The V1
+        runner tells of drafts behind one token only, so there this finds a drafter that gives more
+        than it may; the V2 runner tells of all.
         """
         rows = common.query_start_loc_cpu.diff()
         wrong = (drafts[: rows.shape[0]] > 0) & (rows > self.num_spec + 1)

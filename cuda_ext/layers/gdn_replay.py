@@ -11,6 +11,7 @@ Where ReplaySSM is not active every method is vLLM's own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from vllm.platforms import current_platform
 
 from cuda_ext.activation import active_layout, torch_dtypes
 from cuda_ext.backend.replay_attn import ReplayBackend, ReplayMetadata
+from cuda_ext.compat.page_binding import WatchedPages
 from cuda_ext.ops import reference
 from cuda_ext.refusals import refuse
 from cuda_ext.ring import GdnHeads, PageLayout
@@ -47,7 +49,7 @@ class PlainWeight(UnquantizedLinearMethod):
         """Does nothing: the convolution is not run as a linear layer."""
 
 
-class ReplayGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
+class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
     """A GDN layer with ReplaySSM, or vLLM's own where that is not active.
 
     Attributes:
@@ -113,11 +115,10 @@ class ReplayGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         spec = super().get_kv_cache_spec(vllm_config)
         return replace(spec, num_speculative_blocks=0)
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Take the views of the page, and say once what the pool now holds."""
-        super().bind_kv_cache(kv_cache)
+    def pages_bound(self, views: Sequence[torch.Tensor]) -> None:
+        """Say once what the pool holds."""
         if self.replay is not None:
-            announce(self._vllm_config, self.prefix, self.replay, self.kv_cache[1].shape[0])
+            announce(self._vllm_config, self.prefix, self.replay, views[1].shape[0])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend whose builder plans the step."""
@@ -192,6 +193,12 @@ class ReplayGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             dt_bias=self.dt_bias,
             activation=self.activation,
         )
+
+
+def gdn_layers(vllm_config: VllmConfig) -> dict[str, QwenGatedDeltaNetAttention]:
+    """The GDN layers of this process by name, ours and vLLM's own."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {n: v for n, v in layers.items() if isinstance(v, QwenGatedDeltaNetAttention)}
 
 
 def register() -> None:

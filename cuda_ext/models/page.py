@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import cuda_ext.layers.gdn_replay  # noqa: F401  registers the out-of-tree layer
 from cuda_ext.activation import active_layout, torch_dtypes
+from cuda_ext.startup import note_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,6 +21,8 @@ class ReplayPage:
         layout = active_layout(vllm_config)
         if layout is None:
             return super().get_mamba_state_shape_from_config(vllm_config)  # type: ignore[misc]
+        # vLLM asks while it aligns the block size, and only then.
+        note_block_size(vllm_config.cache_config)
         return layout.shapes
 
     @classmethod

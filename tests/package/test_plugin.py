@@ -287,17 +287,24 @@ def test_our_variables_are_known_to_vllm_and_its_own_are_kept(gaudi_host: Machin
     assert merged == sorted([*ours, "VLLM_KNOWN"])
 
 
-def test_without_the_stack_only_the_variables_are_merged(machine: Machine) -> None:
+def test_without_the_stack_replay_is_registered_and_vllm_gaudi_left_alone(
+    machine: Machine,
+) -> None:
     machine.vllm()
     machine.vllm_gaudi()
     result = machine.run(
         """
+        import sys, types
         import vllm_gaudi
         from vllm import envs as vllm_envs
+        import cuda_ext
+        replay = cuda_ext.plugin = types.ModuleType("cuda_ext.plugin")
+        replay.register = lambda: vllm_gaudi.calls.append("replay")
+        sys.modules["cuda_ext.plugin"] = replay
         from vllm_gaudi_ext import plugin
         plugin.register_general()
         result = [len(vllm_envs.environment_variables) > 1, vllm_gaudi.calls]
         """,
         bare=True,
     )
-    assert result == [True, []]
+    assert result == [True, ["replay"]]

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm_gaudi_ext import problems as problems_room
-from vllm_gaudi_ext.config import ExtOptions
 from vllm_gaudi_ext.problems import Problem
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ext.config import ExtOptions
 
 # vllm-gaudi 0.26.0 (extension/bucketing/common.py) stops at a budget that is no multiple of the
 # Mamba chunk size, which is 128 unless a model names its own.

@@ -54,12 +54,16 @@ def nvidia_problems(
                 fix=f"start with VLLM_PLUGINS={plugin.PLUGIN}",
             )
         ]
-    facts = _facts(parsed, options, plan, vllm)
+    facts = _facts(parsed, options, environment, plan, vllm)
     return [Found(what=p.what, fix=p.fix) for p in replay_problems(facts)]
 
 
 def _facts(
-    parsed: argparse.Namespace, options: ExtOptions, plan: Plan, vllm: str | None
+    parsed: argparse.Namespace,
+    options: ExtOptions,
+    environment: Mapping[str, str],
+    plan: Plan,
+    vllm: str | None,
 ) -> ReplayFacts:
     deployment = plan.deployment
 
@@ -72,6 +76,9 @@ def _facts(
         if isinstance(transfer, Mapping)
         else getattr(transfer, "kv_connector", None)
     )
+    if connector is None and getattr(parsed, "kv_offloading_size", None) is not None:
+        # vLLM makes a KV connector of it (config/vllm.py).
+        connector = "of --kv-offloading-size"
     return ReplayFacts(
         options=options,
         vllm=vllm,
@@ -94,4 +101,5 @@ def _facts(
         dual_batch_overlap=bool(getattr(parsed, "enable_dbo", False)) or size("ubatch_size") > 1,
         eager=bool(getattr(parsed, "enforce_eager", False)),
         native_flag=bool(getattr(parsed, "use_replayssm", False)),
+        fused_decode_kernel=envs.fused_gdn_decode_kernel(environment),
     )
