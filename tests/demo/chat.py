@@ -82,12 +82,14 @@ class Client:
         body = {"model": self.model, "messages": [{"role": "user", "content": text}]}
         return list(self._json("POST", "/tokenize", body)["tokens"])
 
-    def answer(self, prompt: Sequence[int], salt: str) -> Answer:
-        """Greedy answer of exactly `ANSWER_TOKENS` tokens; blocks are shared within one `salt`."""
+    def answer(
+        self, prompt: Sequence[int], salt: str, answer_tokens: int = ANSWER_TOKENS
+    ) -> Answer:
+        """Greedy answer of exactly `answer_tokens` tokens; blocks are shared within one `salt`."""
         body = {
             "model": self.model,
             "prompt": list(prompt),
-            "max_tokens": ANSWER_TOKENS,
+            "max_tokens": answer_tokens,
             "ignore_eos": True,
             "temperature": 0,
             "logprobs": TOP_LOGPROBS,
@@ -114,7 +116,7 @@ class Client:
                         first = time.perf_counter() - sent
                     tokens += choice["token_ids"]
                     top += choice["logprobs"]["top_logprobs"]
-        if first is None or len(tokens) != ANSWER_TOKENS or len(top) != ANSWER_TOKENS or not usage:
+        if first is None or {len(tokens), len(top)} != {answer_tokens} or not usage:
             raise DemoFailure(f"{len(tokens)} tokens, {len(top)} logprobs, usage {usage}")
         if (details := usage.get("prompt_tokens_details")) is None:
             raise DemoFailure("no prompt_tokens_details, and so no cached tokens, in the usage")

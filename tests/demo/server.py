@@ -9,12 +9,14 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 from common import DemoFailure
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 30
@@ -55,12 +57,27 @@ class Server:
 
     def cache_config(self) -> Mapping[str, str]:
         """The labels of vLLM's metric `vllm:cache_config_info`: the cache configuration."""
+        for sample in self._samples():
+            if sample.name == "vllm:cache_config_info":
+                return sample.labels
+        raise DemoFailure("no vllm:cache_config_info in the server's /metrics")
+
+    def counters(self, prefix: str) -> dict[str, float]:
+        """Counters whose names start with `prefix`, without it and `_total`; 0 where absent.
+
+        Those that have a label for each position of a draft are left out.
+        """
+        found: dict[str, float] = defaultdict(float)
+        for sample in self._samples():
+            name = sample.name.removesuffix("_total")
+            if name.startswith(prefix) and name != sample.name and "position" not in sample.labels:
+                found[name.removeprefix(prefix)] += sample.value
+        return found
+
+    def _samples(self) -> Iterator[Sample]:
         metrics = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).raise_for_status()
         for family in text_string_to_metric_families(metrics.text):
-            for sample in family.samples:
-                if sample.name == "vllm:cache_config_info":
-                    return sample.labels
-        raise DemoFailure("no vllm:cache_config_info in the server's /metrics")
+            yield from family.samples
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()

@@ -1,7 +1,9 @@
 """Tiny checkpoints on disk, as a user would have real ones: config, weights, tokenizer, template.
 
 Three shapes: the dense Qwen3.5 (`DENSE`), the Qwen3.5 MoE (`MOE`), both with their vision tower,
-and Qwen3-Next (`NEXT`). Weight names and layouts are those of the published checkpoints, so vLLM
+and Qwen3-Next (`NEXT`). The `CPU_` shapes are the same families for vLLM's own CPU backend, whose
+GDN prefill kernel wants heads of 128, dense and MoE also without the tower; `DFLASH` is a drafter
+for any of them. Weight names and layouts are those of the published checkpoints, so vLLM
 loads them with `load_format="auto"`. Values are random, a function of seed and weight name alone,
 at scales that keep activations near 1 and make every layer matter: with the usual tiny
 initialisation all logits would be alike, and a wrong recurrent state would change no token.
@@ -72,7 +74,15 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A shape to be written: `text` is the text config, `vision` the tower's, if there is one."""
+    """A shape to be written.
+
+    Args:
+        text, vision: the text config, and the tower's, if there is one.
+        echo: weight of the embedding in `lm_head`, beside the random rows' 1. With some, greedy
+            decoding says a token several times before it turns to another, so that drafts are
+            accepted; which token comes next, and when, still hangs on the state.
+        dtype: of config and weights.
+    """
 
     name: str
     architecture: str
@@ -80,6 +90,8 @@ class TinyModel:
     text: Mapping[str, Any]
     vision: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 1
+    echo: float = 0.0
+    dtype: str = "bfloat16"
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
@@ -87,7 +99,7 @@ class TinyModel:
             "architectures": [self.architecture],
             "model_type": self.model_type,
         }
-        shared |= {"dtype": "bfloat16", "tie_word_embeddings": False}
+        shared |= {"dtype": self.dtype, "tie_word_embeddings": False}
         if not self.vision:
             return dict(self.text) | shared
         return shared | {
@@ -180,6 +192,92 @@ NEXT = TinyModel(
         "partial_rotary_factor": 0.25,
     },
 )
+
+
+_CPU_TEXT: dict[str, Any] = _TEXT | {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    # Blocks of some 300 tokens in fp32.
+    "head_dim": 64,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+_CPU_DENSE_TEXT = _CPU_TEXT | _MROPE | {"model_type": "qwen3_5_text", "intermediate_size": 256}
+_CPU_MOE_TEXT = _CPU_TEXT | _MROPE | _EXPERTS | {"model_type": "qwen3_5_moe_text"}
+# Of 64 * 0.25 / 2 rotary frequencies.
+_CPU_DENSE_TEXT["rope_parameters"] = _CPU_MOE_TEXT["rope_parameters"] = _MROPE[
+    "rope_parameters"
+] | {"mrope_section": [4, 2, 2]}
+ECHO = 1.3
+
+CPU_DENSE = TinyModel(
+    "tiny-cpu-qwen3.5",
+    "Qwen3_5ForCausalLM",
+    "qwen3_5_text",
+    _CPU_DENSE_TEXT,
+    echo=ECHO,
+)
+CPU_DENSE_VISION = TinyModel(
+    "tiny-cpu-qwen3.5-vision",
+    "Qwen3_5ForConditionalGeneration",
+    "qwen3_5",
+    _CPU_DENSE_TEXT,
+    _VISION | {"model_type": "qwen3_5"},
+    echo=ECHO,
+)
+CPU_MOE = TinyModel(
+    "tiny-cpu-qwen3.5-moe",
+    "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe_text",
+    _CPU_MOE_TEXT,
+    echo=ECHO,
+)
+CPU_MOE_VISION = TinyModel(
+    "tiny-cpu-qwen3.5-moe-vision",
+    "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe",
+    _CPU_MOE_TEXT,
+    _VISION | {"model_type": "qwen3_5_moe"},
+    echo=ECHO,
+)
+CPU_NEXT = TinyModel(
+    "tiny-cpu-qwen3-next",
+    "Qwen3NextForCausalLM",
+    "qwen3_next",
+    dict(NEXT.text) | _CPU_TEXT,
+    echo=ECHO,
+)
+DFLASH = TinyModel(
+    "tiny-dflash",
+    "DFlashDraftModel",
+    "qwen3",
+    {
+        "vocab_size": EMBEDDING_ROWS,
+        "hidden_size": _CPU_TEXT["hidden_size"],
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "layer_types": ["full_attention"] * 2,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "num_target_layers": 4,
+        "block_size": 16,
+        # A row of the embedding that is 0.
+        "dflash_config": {"mask_token_id": VOCAB, "target_layer_ids": [0, 2]},
+    },
+)
+"""A DFlash drafter for the `CPU_` shapes: it drafts the last token over and over.
+
+Embedding and `lm_head` are the target's, as in the published drafters. The masked positions start
+from 0, and the two attention layers carry the last token's embedding to them; what the target's
+hidden states would add is weighted with 0.
+"""
 
 
 class _Values:
@@ -298,7 +396,52 @@ def _vision(values: _Values, prefix: str, vision: Mapping[str, Any]) -> Iterator
 
 
 def weights(model: TinyModel) -> Weights:
-    """All weights of `model` by checkpoint name; bf16, but for the fp32 `A_log`."""
+    """All weights of `model` by checkpoint name, in its dtype, but for the fp32 `A_log`."""
+    found = _drafter(model) if model.architecture == DFLASH.architecture else _target(model)
+    if model.dtype != "bfloat16":
+        found = {name: value.to(getattr(torch, model.dtype)) for name, value in found.items()}
+    return found
+
+
+def _drafter(model: TinyModel) -> Weights:
+    values, text = _Values(model.seed), model.text
+    hidden, size = text["hidden_size"], text["head_dim"]
+    width, aux = text["intermediate_size"], len(text["dflash_config"]["target_layer_ids"])
+    queries, keys = text["num_attention_heads"] * size, text["num_key_value_heads"] * size
+    if keys != hidden:
+        raise ValueError(f"{keys} elements of V can't carry an embedding of {hidden} unchanged")
+    one = torch.ones((), dtype=torch.bfloat16)
+    result: Weights = {
+        "fc.weight": one.new_zeros(hidden, aux * hidden),
+        "hidden_norm.weight": one.new_ones(hidden),
+        "norm.weight": one.new_ones(hidden),
+    }
+    # From each V head by the first of the query heads that share it.
+    out = one.new_zeros(hidden, queries)
+    shared = queries // keys
+    for row in range(hidden):
+        head, element = divmod(row, size)
+        out[row, head * shared * size + element] = 1
+    for index in range(text["num_hidden_layers"]):
+        layer = f"layers.{index}"
+        result |= dict(_mlp(values, f"{layer}.mlp", hidden, width))
+        result[f"{layer}.mlp.down_proj.weight"].zero_()
+        result |= dict(
+            [
+                values.linear(f"{layer}.self_attn.q_proj", queries, hidden),
+                values.linear(f"{layer}.self_attn.k_proj", keys, hidden),
+                (f"{layer}.self_attn.v_proj.weight", torch.eye(hidden, dtype=one.dtype)),
+                (f"{layer}.self_attn.o_proj.weight", out.clone()),
+            ]
+        )
+        for name, count in (("self_attn.q_norm", size), ("self_attn.k_norm", size)):
+            result[f"{layer}.{name}.weight"] = one.new_ones(count)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            result[f"{layer}.{name}.weight"] = one.new_ones(hidden)
+    return result
+
+
+def _target(model: TinyModel) -> Weights:
     values, text = _Values(model.seed), model.text
     result: Weights = {}
     next_style = model.model_type == "qwen3_next"
@@ -316,6 +459,8 @@ def weights(model: TinyModel) -> Weights:
         yield name, padded(embedding)
         yield values.normal(f"{stem}.norm.weight", hidden, scale=0.05)
         name, head = values.linear("lm_head", VOCAB, hidden)
+        if model.echo:
+            head = head + (model.echo * 1.5 * hidden**-0.5 * embedding).to(head.dtype)
         head[list(SPECIAL_TOKENS)] = 0
         yield name, padded(head)
 
@@ -404,7 +549,7 @@ def write(model: TinyModel, cache: Path) -> Path:
     file, and the versions of the libraries that make it.
     """
     recipe = hashlib.sha256(Path(__file__).read_bytes())
-    recipe.update(json.dumps([model.config(), model.seed]).encode())
+    recipe.update(json.dumps([model.config(), model.seed, model.echo]).encode())
     recipe.update(f"{torch.__version__} {tokenizers.__version__}".encode())
     folder = cache / f"{model.name}-{recipe.hexdigest()[:12]}"
     if folder.is_dir():

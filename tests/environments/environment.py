@@ -3,15 +3,18 @@
     python3 tests/environments/environment.py dev -- ruff check .
     python3 tests/environments/environment.py gaudi -- python -m pytest
     python3 tests/environments/environment.py gaudi-or-dev -- python -m pytest
+    python3 tests/environments/environment.py cpu-or-dev -- python -m pytest tests/replay
 
-An environment is a folder below .venvs/ with the packages of its pinned list beside this file and
-this project (editable). A stamp holds hashes of the pins and of pyproject.toml, so that a later
-call finds it made, at the cost of two small reads; what no longer fits its stamp is installed anew.
+`gaudi` holds vLLM 0.26.0 and vllm-gaudi, `cpu` vLLM 0.31.0 for CPUs, `dev` no engine. Each is a
+folder below .venvs/ with the packages of its pinned list beside this file and this project
+(editable). A stamp holds hashes of the pins and of pyproject.toml, so that a later call finds it
+made, at the cost of two small reads; what no longer fits its stamp is installed anew.
 
 `gaudi-or-dev` takes `dev` where vllm-gaudi can't be had, and tells the command why in the variable
 GAUDI_ENV_MISSING. Only two reasons count: no Python that vLLM and vllm-gaudi run on, and no
 vllm-gaudi, neither as a wheel in pip's find-links folders nor from its public repository. Anything
-else that fails is an error. The standard library is enough to run this file.
+else that fails is an error. `cpu-or-dev` does the same for `cpu`, which only a missing Python can
+excuse, with CPU_ENV_MISSING. The standard library is enough to run this file.
 """
 
 from __future__ import annotations
@@ -35,8 +38,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 VENVS = ROOT / ".venvs"
 PIP = "pip==26.2"
-MISSING_VARIABLE = "GAUDI_ENV_MISSING"
-
 GAUDI_VERSION = "0.26.0"
 GAUDI_REPOSITORY = "https://github.com/vllm-project/vllm-gaudi"
 GAUDI_TAG = f"v{GAUDI_VERSION}"
@@ -53,8 +54,8 @@ class EnvironmentFailure(Exception):
     """An environment could not be made; the text says why."""
 
 
-class GaudiMissing(EnvironmentFailure):
-    """The gaudi environment can't be had on this machine."""
+class EngineMissing(EnvironmentFailure):
+    """An environment with an engine can't be had on this machine, for a reason that is excused."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,18 @@ class Environment:
         pythons: versions it may be made with, the preferred first.
         pins: pinned list, installed with the packages' own dependencies.
         bare_pins: pinned list, installed without them; None for none.
+        engine: whether an engine is its purpose, so that tests may go on without it.
         gaudi: whether vllm-gaudi belongs in it.
+        site_files: files below the project's root that its site-packages get a copy of.
     """
 
     name: str
     pythons: tuple[str, ...]
     pins: str
     bare_pins: str | None = None
+    engine: bool = False
     gaudi: bool = False
+    site_files: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -88,6 +93,8 @@ class Environment:
         recipe = hashlib.sha256(repr((PIP, self.gaudi and GAUDI_COMMIT)).encode())
         for name in filter(None, (self.pins, self.bare_pins)):
             recipe.update((HERE / name).read_bytes())
+        for name in self.site_files:
+            recipe.update((ROOT / name).read_bytes())
         package = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
         # An editable install and the scripts of an environment hold the path of their folder.
         return {
@@ -98,12 +105,34 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    # 3.11 first for gaudi: a CPU build of torch is more often at hand for it.
+    # 3.11 first: a CPU build of torch is more often at hand for it.
     "gaudi": Environment(
-        "gaudi", ("3.11", "3.12", "3.10"), "gaudi.txt", "gaudi-no-deps.txt", gaudi=True
+        "gaudi",
+        ("3.11", "3.12", "3.10"),
+        "gaudi.txt",
+        "gaudi-no-deps.txt",
+        engine=True,
+        gaudi=True,
+    ),
+    "cpu": Environment(
+        "cpu",
+        ("3.11", "3.12", "3.10", "3.13"),
+        "cpu.txt",
+        "cpu-no-deps.txt",
+        engine=True,
+        site_files=(
+            # What these two mend has nothing to do with the emulated device.
+            "tests/emulated_hpu/path/hpu_emulation/torchvision_schema.py",
+            "tests/emulated_hpu/path/hpu_emulation/vllm_distribution.py",
+            "tests/environments/cpu.pth",
+        ),
     ),
     "dev": Environment("dev", ("3.11", "3.12", "3.13", "3.10"), "dev.txt"),
 }
+OR_DEV = {
+    f"{name}-or-dev": name for name, environment in ENVIRONMENTS.items() if environment.engine
+}
+"""For each name with a way out, the environment that it prefers to `dev`."""
 
 
 def say(text: str) -> None:
@@ -229,7 +258,7 @@ def gaudi_wheel(environment: Environment, steps: Steps) -> Path:
     a stranger's.
 
     Raises:
-        GaudiMissing: neither pip's find-links places nor its public repository have it.
+        EngineMissing: neither pip's find-links places nor its public repository have it.
     """
     folder = VENVS / "wheels"
     folder.mkdir(exist_ok=True)
@@ -253,7 +282,7 @@ def gaudi_wheel(environment: Environment, steps: Steps) -> Path:
     answer = _output(["git", "ls-remote", GAUDI_REPOSITORY, tag, f"{tag}^{{}}"])
     if not answer:
         reasons.append(f"{GAUDI_REPOSITORY} gave no {GAUDI_TAG} within {REACH_SECONDS} s")
-        raise GaudiMissing(f"vllm-gaudi {GAUDI_VERSION} can't be had: " + "; ".join(reasons))
+        raise EngineMissing(f"vllm-gaudi {GAUDI_VERSION} can't be had: " + "; ".join(reasons))
     if GAUDI_COMMIT not in re.findall(r"^[0-9a-f]{40}", answer, re.MULTILINE):
         raise EnvironmentFailure(
             f"{GAUDI_TAG} of {GAUDI_REPOSITORY} is no longer {GAUDI_COMMIT} but {answer!r}"
@@ -272,7 +301,7 @@ def make(environment: Environment) -> None:
     """Make the environment, or bring it up to its pins; nothing where its stamp says it is there.
 
     Raises:
-        GaudiMissing: it needs vllm-gaudi, which can't be had.
+        EngineMissing: it needs vllm-gaudi or a Python that can't be had.
         EnvironmentFailure: an install failed.
     """
     VENVS.mkdir(exist_ok=True)
@@ -299,6 +328,7 @@ def make(environment: Environment) -> None:
             _install_pins(environment, steps)
             if wheel is not None:
                 steps.run(f"install {wheel.name}", [*pip, "install", "--no-deps", wheel])
+            _copy_site_files(environment)
         # The build tools are pinned too, so pip has nothing to fetch for this.
         here = ["--no-deps", "--no-build-isolation", "-e", ROOT]
         steps.run("install this project", [*pip, "install", *here])
@@ -323,7 +353,7 @@ def _make_venv(environment: Environment, steps: Steps, *, keep: bool) -> None:
     if failures:
         raise EnvironmentFailure("\n".join(failures))
     missing = f"no {wanted} (with venv) on PATH"
-    raise GaudiMissing(missing) if environment.gaudi else EnvironmentFailure(missing)
+    raise EngineMissing(missing) if environment.engine else EnvironmentFailure(missing)
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -342,6 +372,17 @@ def _install_pins(environment: Environment, steps: Steps) -> None:
         steps.run(f"pinned packages of {environment.bare_pins}", [*install, *links, *bare])
 
 
+def _copy_site_files(environment: Environment) -> None:
+    if not environment.site_files:
+        return
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    folder = _output([str(environment.python), "-c", ask])
+    if not folder:
+        raise EnvironmentFailure(f"{environment.python} does not say where its packages lie")
+    for name in environment.site_files:
+        shutil.copy(ROOT / name, folder)
+
+
 def _stamp_file(environment: Environment) -> Path:
     return environment.folder / "made.json"
 
@@ -356,22 +397,22 @@ def _read_stamp(environment: Environment) -> dict[str, str]:
 
 def prepare(name: str) -> tuple[Environment, dict[str, str]]:
     """Make the environment `name`, and give it with further variables for a command in it."""
-    if name != "gaudi-or-dev":
-        make(ENVIRONMENTS[name])
-        return ENVIRONMENTS[name], {}
+    wanted = ENVIRONMENTS[OR_DEV.get(name, name)]
     try:
-        make(ENVIRONMENTS["gaudi"])
-        return ENVIRONMENTS["gaudi"], {}
-    except GaudiMissing as missing:
+        make(wanted)
+        return wanted, {}
+    except EngineMissing as missing:
+        if name not in OR_DEV:
+            raise
         reason = " ".join(str(missing).split())
-        say(f"[gaudi] {reason}; going on without the engine")
-        make(ENVIRONMENTS["dev"])
-        return ENVIRONMENTS["dev"], {MISSING_VARIABLE: reason}
+    say(f"[{wanted.name}] {reason}; going on without the engine")
+    make(ENVIRONMENTS["dev"])
+    return ENVIRONMENTS["dev"], {f"{wanted.name.upper()}_ENV_MISSING": reason}
 
 
 def main(arguments: Sequence[str]) -> int:
     """See the module's text. A command that is given replaces this process."""
-    names = [*ENVIRONMENTS, "gaudi-or-dev"]
+    names = [*ENVIRONMENTS, *OR_DEV]
     if not arguments or arguments[0] not in names or arguments[1:2] not in ([], ["--"]):
         say(f"usage: environment.py {'|'.join(names)} [-- COMMAND ...]")
         return 2

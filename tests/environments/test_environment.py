@@ -1,10 +1,11 @@
-"""The environments' maker: pinned lists, where vllm-gaudi may come from, and the way without it."""
+"""The environments' maker: pinned lists, where vllm-gaudi may come from, and the ways without."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def test_every_line_is_a_pin(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.name)
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
 def test_no_package_is_pinned_twice_for_one_python(path: Path, python: str) -> None:
     from packaging.requirements import Requirement
 
@@ -92,7 +93,7 @@ def test_vllm_gaudi_is_never_asked_of_a_registry(
         raise maker.EnvironmentFailure("not there")
 
     steps = RecordedSteps(fail)
-    with pytest.raises(maker.GaudiMissing, match=r"find-links.*gave no v0\.26\.0"):
+    with pytest.raises(maker.EngineMissing, match=r"find-links.*gave no v0\.26\.0"):
         maker.gaudi_wheel(maker.ENVIRONMENTS["gaudi"], steps)
     (command,) = steps.commands
     assert "--no-index" in command
@@ -130,7 +131,7 @@ def test_a_tag_that_moved_is_an_error_and_no_reason_to_skip(
 
     with pytest.raises(maker.EnvironmentFailure, match="no longer") as caught:
         maker.gaudi_wheel(maker.ENVIRONMENTS["gaudi"], RecordedSteps(fail))
-    assert not isinstance(caught.value, maker.GaudiMissing)
+    assert not isinstance(caught.value, maker.EngineMissing)
 
 
 def test_without_vllm_gaudi_the_bare_environment_is_used_and_the_reason_handed_on(
@@ -141,12 +142,99 @@ def test_without_vllm_gaudi_the_bare_environment_is_used_and_the_reason_handed_o
     def make(environment: Any) -> None:
         made.append(environment.name)
         if environment.gaudi:
-            raise maker.GaudiMissing("no wheel\nand no tag")
+            raise maker.EngineMissing("no wheel\nand no tag")
 
     monkeypatch.setattr(maker, "make", make)
     environment, variables = maker.prepare("gaudi-or-dev")
     assert (environment.name, made) == ("dev", ["gaudi", "dev"])
     assert variables == {"GAUDI_ENV_MISSING": "no wheel and no tag"}
+
+
+def test_without_a_python_for_it_the_cpu_engine_is_left_out_with_the_reason(
+    maker: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maker, "usable_pythons", lambda versions: iter(()))
+    with pytest.raises(maker.EngineMissing, match=r"no Python 3\.10 or .* on PATH"):
+        maker.make(maker.ENVIRONMENTS["cpu"])
+    made = []
+
+    def make(environment: Any) -> None:
+        made.append(environment.name)
+        if environment.engine:
+            raise maker.EngineMissing("no Python 3.10 on PATH")
+
+    monkeypatch.setattr(maker, "make", make)
+    environment, variables = maker.prepare("cpu-or-dev")
+    assert (environment.name, made) == ("dev", ["cpu", "dev"])
+    assert variables == {"CPU_ENV_MISSING": "no Python 3.10 on PATH"}
+    # Asked for by its own name, it is an error.
+    assert maker.main(["cpu", "--", "true"]) == 1
+
+
+def test_site_files_are_copied_into_the_packages_and_change_the_stamp(
+    maker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = maker.ENVIRONMENTS["cpu"]
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    monkeypatch.setattr(maker, "_output", lambda command, **_: str(packages))
+    maker._copy_site_files(cpu)
+    names = {Path(name).name for name in cpu.site_files}
+    assert {path.name for path in packages.iterdir()} == names
+    assert any(name.endswith(".pth") for name in names)
+    before = cpu.stamp()
+    for name in cpu.site_files:
+        copy = tmp_path / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((maker.ROOT / name).read_bytes())
+    (tmp_path / "pyproject.toml").write_bytes((maker.ROOT / "pyproject.toml").read_bytes())
+    monkeypatch.setattr(maker, "ROOT", tmp_path)
+    assert cpu.stamp() == before
+    (tmp_path / cpu.site_files[0]).write_text("pass\n")
+    assert cpu.stamp()["pins"] != before["pins"]
+
+
+def test_the_import_hook_declares_what_an_extension_that_did_not_load_would_have(
+    tmp_path: Path,
+) -> None:
+    """With stand-ins for torch and torchvision: the order of events is what matters."""
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace as Names\n"
+        "said = []\n"
+        "ops = Names(torchvision=Names())\n"
+        "class Library:\n"
+        "    def __init__(self, *names): pass\n"
+        "    def define(self, schema):\n"
+        "        said.append(schema.split('(')[0])\n"
+        "        setattr(ops.torchvision, said[-1], None)\n"
+        "library = Names(Library=Library)\n"
+    )
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import extension\nfrom . import uses\n")
+    (package / "extension.py").write_text(
+        "import os, torch\n"
+        "assert torch.said == [], 'declared before the extension had its chance'\n"
+        "if 'LOADS' in os.environ: torch.ops.torchvision.nms = torch.ops.torchvision.qnms = 1\n"
+    )
+    (package / "uses.py").write_text("import torch\nassert hasattr(torch.ops.torchvision, 'nms')\n")
+    hook = HERE.parent / "emulated_hpu/path/hpu_emulation/torchvision_schema.py"
+    (tmp_path / hook.name).write_bytes(hook.read_bytes())
+    lines = (HERE / "cpu.pth").read_text().splitlines()
+    (line,) = [line for line in lines if "torchvision" in line]
+    code = (
+        f"import sys; {line}; assert 'torch' not in sys.modules\n"
+        "import torchvision, torch; print(*torch.said)\n"
+    )
+    for loads, said in (({}, "nms qnms"), ({"LOADS": "1"}, "")):
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", code],
+            env={"PYTHONPATH": str(tmp_path)} | loads,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
 
 
 def test_a_failed_install_is_no_reason_to_go_on_without_the_engine(

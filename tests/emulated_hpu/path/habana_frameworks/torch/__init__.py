@@ -14,5 +14,5 @@ sys.modules["torch.hpu"] = hpu
 compile_backend.register()
 device.install()
 ops.define()
-torchvision_schema.declare_missing_schemas()
+torchvision_schema.install()
 vllm_distribution.provide()
