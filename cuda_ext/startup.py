@@ -133,15 +133,18 @@ def requests_gained(
         blocks: of the pool.
 
     Returns:
-        None where the planner's arithmetic does not come to the page that vLLM chose: then its
-        figures for the other arm would not be vLLM's either.
+        None where nobody noted the block size, or the planner's arithmetic does not come to the
+        page that vLLM chose: then its figures for the other arm would not be vLLM's either.
     """
     facts = replay_facts(vllm_config)
     assert facts.heads is not None
     specs = list(specs)
     attention = _attention(specs)
     gdn_layers = sum(hasattr(spec, "mamba_type") for spec in specs)
-    if attention is None or not attention:
+    # vLLM's block size itself is overwritten by the smallest of all groups' before this is asked.
+    padded = vllm_config.cache_config.mamba_page_size_padded
+    before = getattr(vllm_config.cache_config, _BLOCK_BEFORE, None)
+    if not attention or before is None:
         return None
     stock_page = native_layout(
         facts.heads.shard(facts.tp),
@@ -155,9 +158,6 @@ def requests_gained(
             gdn_layers=gdn_layers, state_bytes=state_bytes, attention=attention, unit=unit
         )
 
-    # vLLM's block size itself is overwritten by the smallest of all groups' before this is asked.
-    padded = vllm_config.cache_config.mamba_page_size_padded
-    before = getattr(vllm_config.cache_config, _BLOCK_BEFORE)
     # A backend whose smallest block is larger than that rounds to its own.
     for unit in (before, *(unit for unit in _UNITS if unit > before)):
         ours = lay_out(page.nbytes, unit)

@@ -1,0 +1,197 @@
+"""Child process: what vLLM plans with and without ReplaySSM, and what the start-up line says.
+
+`python capacity_plans.py CASES.json RESULTS.json`, with VLLM_PLUGINS=gaudi_ext. For each case the
+installed vLLM parses the config files of a model and its drafter, builds both on torch's meta
+device (no weights, no memory), aligns the block size, asks every layer for its KV-cache spec, and
+plans the cache with its own `get_kv_cache_configs`.
+
+Real everywhere: the plug-in through its entry point, EngineArgs and VllmConfig, the out-of-tree
+model class, layer and page, the drafter, the grouping, the number of blocks. Supplied: the pool's
+bytes, and with "unit" in a case an attention backend that offers multiples of it, as CUDA's do;
+without it the real CPU platform decides.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    init_distributed_environment,
+    initialize_model_parallel,
+    parallel_state,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.platforms.interface import Platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.utils import (
+    get_supported_kv_cache_layouts,
+    resolve_kv_cache_layout,
+)
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_configs,
+    get_max_concurrency_for_kv_cache_config,
+)
+from vllm.v1.worker.worker_base import get_current_attn_backends
+
+from cuda_ext import startup
+from cuda_ext.activation import active_layout
+from cuda_ext.facts import replay_facts
+from cuda_ext.ring import PageLayout
+
+
+def vllm_config(case: dict[str, Any]) -> VllmConfig:
+    """vLLM's own configuration of a case."""
+    return EngineArgs(
+        model=case["model"],
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        max_model_len=case["tokens"],
+        max_num_batched_tokens=8192,
+        max_num_seqs=8,
+        speculative_config=case["speculative"],
+        limit_mm_per_prompt={"image": 0, "video": 0},
+        additional_config={"gaudi_ext": {"replay": case["replay"]}},
+        enable_prefix_caching=case["caching"],
+    ).create_engine_config()
+
+
+def build(config: VllmConfig) -> None:
+    """Builds the target and its drafter without weights; their layers register themselves."""
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        initialize_model(vllm_config=config)
+        speculative = config.speculative_config
+        if speculative is not None and speculative.method in ("dflash", "mtp"):
+            initialize_model(
+                vllm_config=config, model_config=speculative.draft_model_config, prefix="draft"
+            )
+
+
+def align(config: VllmConfig, unit: int | None) -> None:
+    """Sets the block size and the padded page."""
+    if unit is None:
+        type(current_platform).update_block_size_for_backend(config)
+        return
+
+    class Backend(CPUAttentionBackend):
+        @staticmethod
+        def get_supported_kernel_block_sizes(*_: Any) -> list[MultipleOf]:
+            return [MultipleOf(unit)]
+
+    config.cache_config.block_size = Platform._preferred_block_size_for_backends(
+        [Backend], config.cache_config.DEFAULT_BLOCK_SIZE, config
+    )
+    Platform._align_hybrid_block_size(config, Backend)
+
+
+def plan(case: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's plan of one case, and what ReplaySSM would say of it."""
+    config = vllm_config(case)
+    if case["configuration alone"]:
+        return {"prefix_caching": config.cache_config.enable_prefix_caching}
+    with set_current_vllm_config(config):
+        if not parallel_state.model_parallel_is_initialized():
+            store = Path(tempfile.mkdtemp()) / "store"
+            init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+            initialize_model_parallel(1)
+        # Made once, for whichever model comes first; those with experts need it too.
+        parallel_state._EP = parallel_state._EP or parallel_state._TP
+        build(config)
+        align(config, case["unit"])
+        block = config.cache_config.block_size
+        layers = config.compilation_config.static_forward_context
+        specs = {
+            name: spec
+            for name, layer in layers.items()
+            if isinstance(layer, AttentionLayerBase)
+            and (spec := layer.get_kv_cache_spec(config)) is not None
+        }
+        layouts = get_supported_kv_cache_layouts(get_current_attn_backends(config))
+        names = [layout.name for layout in layouts]
+        resolve_kv_cache_layout(config, [names], specs.values())
+        cache = get_kv_cache_configs(config, [specs], [case["pool_bytes"]])[0]
+    page = active_layout(config)
+    gain = page and startup.requests_gained(config, page, specs.values(), cache.num_blocks)
+    facts = replay_facts(config)
+    told = page and start_up_lines(config, page, cache.num_blocks)
+    return {
+        "lines": told,
+        "unknown": page and unknown_gains(config, page, specs, cache.num_blocks),
+        "block_tokens": block,
+        "pages": sorted({group.kv_cache_spec.page_size_bytes for group in cache.kv_cache_groups}),
+        "group_size": max(len(group.layer_names) for group in cache.kv_cache_groups),
+        "blocks": cache.num_blocks,
+        "concurrency": get_max_concurrency_for_kv_cache_config(config, cache),
+        "layers": sorted({type(layer).__module__ for layer in layers.values()}),
+        "gain": asdict(gain) if gain else None,
+        "page": page.nbytes if page else None,
+        "facts": {
+            "method": facts.method,
+            "drafts": facts.drafts,
+            "drafter_has_states": facts.drafter_has_states,
+            "device": facts.device,
+            "architecture": facts.architecture,
+            "heads": asdict(facts.heads) if facts.heads else None,
+            "dtypes": [facts.dtype, facts.conv_dtype, facts.state_dtype],
+            "prefix_caching": facts.prefix_caching,
+            "vllm": facts.vllm,
+        },
+    }
+
+
+def start_up_lines(config: VllmConfig, page: PageLayout, blocks: int) -> list[list[str]]:
+    """What is logged for vLLM's passing pool, for the first layer of the real one, for another."""
+    lines: list[str] = []
+    startup.logger_for = lambda name: SimpleNamespace(  # type: ignore[assignment]
+        info=lambda text, *values: lines.append(text % values)
+    )
+    layers = config.compilation_config.static_forward_context
+    first, second, *_ = (name for name, layer in layers.items() if hasattr(layer, "replay"))
+    told = []
+    for prefix, known in ((first, None), (first, blocks), (second, blocks)):
+        lines.clear()
+        config.cache_config.num_gpu_blocks = known
+        startup.announce(config, prefix, page, blocks)
+        told.append(list(lines))
+    return told
+
+
+def unknown_gains(config: VllmConfig, page: PageLayout, specs: Any, blocks: int) -> list[Any]:
+    """What is gained with a page that is not the planner's, and with no block size noted."""
+    cache = config.cache_config
+    padded, cache.mamba_page_size_padded = cache.mamba_page_size_padded, 1
+    found = [startup.requests_gained(config, page, specs.values(), blocks)]
+    cache.mamba_page_size_padded = padded
+    delattr(cache, startup._BLOCK_BEFORE)
+    return [*found, startup.requests_gained(config, page, specs.values(), blocks)]
+
+
+def main() -> None:
+    """Plans every case; one that fails is reported and does not stop the others."""
+    cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    results: dict[str, Any] = {}
+    for name, case in cases.items():
+        try:
+            results[name] = plan(case)
+        except Exception as error:
+            where = traceback.format_exc().splitlines()[-3:-1]
+            results[name] = {"failed": f"{type(error).__name__}: {error}", "where": where}
+    Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
