@@ -72,11 +72,11 @@ def _check(code: int, call: str) -> None:
         raise CudaError(f"{call} failed: {(text.value or b'?').decode()} ({code})")
 
 
-def compile_source(source: str, options: Sequence[str]) -> bytes:
+def compile_source(source: Path, options: Sequence[str]) -> bytes:
     """Machine code (cubin) of CUDA C++ source.
 
     Args:
-        source: one translation unit.
+        source: file of one translation unit.
         options: of NVRTC, the architecture among them.
 
     Raises:
@@ -85,7 +85,7 @@ def compile_source(source: str, options: Sequence[str]) -> bytes:
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(
-        ctypes.byref(program), source.encode(), b"fold_verify.cu", 0, None, None
+        ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
     )
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
@@ -121,15 +121,11 @@ class Kernel:
         _check(driver.cuModuleLoadData(ctypes.byref(self._module), cubin), "cuModuleLoadData")
         self._function = ctypes.c_void_p()
         _check(
-            driver.cuModuleGetFunction(
-                ctypes.byref(self._function), self._module, name.encode()
-            ),
+            driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()),
             "cuModuleGetFunction",
         )
         _check(
-            driver.cuFuncSetAttribute(
-                self._function, _MAX_DYNAMIC_SHARED_MEMORY, shared_bytes
-            ),
+            driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_MEMORY, shared_bytes),
             "cuFuncSetAttribute",
         )
         self.shared_bytes = shared_bytes
