@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from vllm_gaudi_ext.cli.bench import bench
 from vllm_gaudi_ext.cli.check import check
 from vllm_gaudi_ext.cli.plan import plan
 from vllm_gaudi_ext.cli.preflight import preflight
@@ -33,6 +34,7 @@ app.command()(check)
 app.command()(plan)
 app.command()(preflight)
 app.add_typer(recipes)
+app.add_typer(bench)
 
 
 def main() -> None:
