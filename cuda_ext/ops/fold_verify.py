@@ -385,8 +385,11 @@ def _cuda_kernel(build: CudaBuild) -> Kernel:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _largest_launch(device: int) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a thread block may have."""
+    found = torch.cuda.get_device_properties(device)
+    # The driver keeps a KiB of each block's for itself.
+    return found.multi_processor_count, found.shared_memory_per_multiprocessor - 1024
 
 
 def check_plan(rows: StepRows) -> None:
@@ -452,7 +455,7 @@ def _cuda(
         tiles,
         K**-0.5,
     )
-    resident = size.blocks_per_sm * _multiprocessors(q.device.index)
+    resident = size.blocks_per_sm * _largest_launch(q.device.index)[0]
     grid = (min(tiles, resident), 1, 1)
     _cuda_kernel(build).launch(grid, 32 * size.warps, arguments, overlap)
 
@@ -507,7 +510,8 @@ def fold_verify(
     recurrent = longest <= RECURRENT_ROWS and pending <= RECURRENT_PENDING
     if not (recurrent or portable) and _fits_cuda(pages, weights, q, out):
         size = launch.cuda_launch(requests, HV, longest, pending)
-        if size is not None:
+        room = _largest_launch(q.device.index)[1]
+        if size is not None and size.shared_bytes(pages.ssm.element_size()) <= room:
             _cuda(size, pages, weights, q, rows, max_rows, out, overlap)
             return
     if recurrent:
