@@ -26,7 +26,7 @@ def test_check_tells_the_stock_engine_from_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugin: str | None
 ) -> None:
     monkeypatch.syspath_prepend(str(TESTS / "demo"))
-    import demo
+    import gaudi_flow
     import harness
     import server
     import tiny_models
@@ -38,7 +38,7 @@ def test_check_tells_the_stock_engine_from_ours(
         environment["VLLM_PLUGINS"] = plugin
     port = server.free_port()
     log = tmp_path / "serve.log"
-    with server.serving(demo.serve_command(model, port), port, log, environment) as running:
+    with server.serving(gaudi_flow.serve_command(model, port), port, log, environment) as running:
         running.wait_until_healthy(300, lambda seconds: None)
         report = run_check(running.url, OPTIONS)
     assert any(sum(c or 0 for c in case.cached_tokens) for case in report.cases), "no hit"

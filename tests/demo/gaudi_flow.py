@@ -81,6 +81,12 @@ class Turn:
             )
 
 
+def serve_command(model: Path, port: int) -> list[str]:
+    """The server of this flow, with prefix caching."""
+    flags = ("--enable-prefix-caching", "--enable-prompt-tokens-details")
+    return flow.serve_command(model, port, "tiny-qwen3.5", ENGINE, *flags)
+
+
 def server_environment() -> dict[str, str]:
     import harness
 
@@ -184,8 +190,7 @@ def run(console: Console, result: dict[str, Any]) -> list[str]:
     with step(console, "tiny checkpoint of Qwen3.5's shape, with tokenizer"):
         model = tiny_models.write(tiny_models.DENSE, BUILD / "models")
     port, log = free_port(), BUILD / "demo-server.log"
-    flags = ("--enable-prefix-caching", "--enable-prompt-tokens-details")
-    command = flow.serve_command(model, port, "tiny-qwen3.5", ENGINE, *flags)
+    command = serve_command(model, port)
     result["server_command"] = command
     with serving(command, port, log, server_environment()) as server:
         with step(console, "vllm serve, VLLM_PLUGINS=gaudi_ext, on the emulated device"):
