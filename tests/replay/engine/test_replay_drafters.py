@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import replay_engine
+import suffix_cache
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,7 +32,6 @@ def ngram(models: Callable[[Any], Path], drafts: int) -> dict[str, Any]:
 
 
 def suffix(models: Callable[[Any], Path], drafts: int) -> dict[str, Any]:
-    pytest.importorskip("arctic_inference", reason="vLLM's suffix decoding needs arctic-inference")
     return {"method": "suffix", "num_speculative_tokens": drafts}
 
 
@@ -86,8 +86,15 @@ def write_mtp(folder: Path, target: Mapping[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("drafts", [7, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", [ngram, suffix, mtp, dflash], ids=lambda method: method.__name__)
 def test_drafter_changes_no_token(
-    engines: Any, texts: Callable[..., Any], models: Any, method: Any, drafts: int
+    engines: Any,
+    texts: Callable[..., Any],
+    models: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    method: Any,
+    drafts: int,
 ) -> None:
+    if method is suffix:
+        suffix_cache.stand_in(monkeypatch)
     speculative = method(models, drafts)
     known = texts(MODEL, lengths=LENGTHS, answer=32)
     # `auto` is what turns ReplaySSM on here.
