@@ -79,6 +79,14 @@ def refuse(found: list[Problem]) -> None:
     problems.refuse("serve with ReplaySSM", found, without)
 
 
+def not_named() -> Problem:
+    """ReplaySSM is asked for where vLLM does not load this package."""
+    return Problem(
+        "replay is 'on', and VLLM_PLUGINS does not name gaudi_ext, so stock vLLM would serve",
+        "start with VLLM_PLUGINS=gaudi_ext",
+    )
+
+
 def _no_layers(facts: ReplayFacts) -> Problem:
     return Problem(
         f"replay is 'on' but {facts.architecture} has no GDN layers that it could serve "

@@ -43,6 +43,11 @@ VLLM_FOR_REPLAY = tuple(
     for specifiers in (">=0.26.0,<0.26.1", ">=0.31.0,<0.31.1", ">=0.33.0,<0.33.1")
 )
 
+_FIX = (
+    "install a tested version, or set VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1 to go on without "
+    "any promise"
+)
+
 
 def installed_vllm() -> str | None:
     """The version that the importable vLLM gives itself, whatever distribution it came from.
@@ -73,9 +78,7 @@ def version_problems() -> list[str]:
         return []
     found = ((VLLM, installed_vllm()), (VLLM_GAUDI, installed_vllm_gaudi()))
     return [
-        f"{window.project} {version or 'is not installed'}, tested with {window.supported}: "
-        f"install a tested version, or set VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1 to go on "
-        "without any promise"
+        f"{window.project} {version or 'is not installed'}, tested with {window.supported}: {_FIX}"
         for window, version in found
         if not window.admits(version)
     ]
@@ -90,8 +93,7 @@ def replay_version_problem(found: str | None) -> Problem | None:
     tested = " or ".join(str(window.supported) for window in VLLM_FOR_REPLAY)
     return Problem(
         f"vllm {found or 'is not installed'}, ReplaySSM is served with {tested}",
-        "install a tested version, or set VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1 to go on "
-        "without any promise",
+        _FIX,
     )
 
 

@@ -56,6 +56,7 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.max_rows = self.num_spec + 1
         # vLLM 0.26.0 keeps neither: its builder does not call its base's constructor.
         self.layer_names = layer_names
         self.device = device
@@ -76,9 +77,7 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
             requests = max(
                 self.decode_cudagraph_max_bs, self.vllm_config.scheduler_config.max_num_seqs
             )
-            self._planner = StepPlanner(
-                slots, requests, self.num_spec + 1, torch.device(self.device)
-            )
+            self._planner = StepPlanner(slots, requests, self.max_rows, torch.device(self.device))
         return self._planner
 
     def build(
@@ -119,12 +118,12 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         than it may; the V2 runner tells of all.
         """
         rows = common.query_start_loc_cpu.diff()
-        wrong = (drafts[: rows.shape[0]] > 0) & (rows > self.num_spec + 1)
+        wrong = (drafts[: rows.shape[0]] > 0) & (rows > self.max_rows)
         if wrong.any():
             row = int(wrong.nonzero()[0])
             raise RuntimeError(
                 f"request {row} of the batch has {int(rows[row])} rows with {int(drafts[row])} "
-                f"drafts among them; at most {self.num_spec + 1} rows can be taken back"
+                f"drafts among them; at most {self.max_rows} rows can be taken back"
             )
 
     def build_for_cudagraph_capture(
@@ -136,7 +135,7 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
 
     def _metadata(self, common: CommonAttentionMetadata, rows: StepRows) -> ReplayMetadata:
         lens = common.query_start_loc_cpu.diff()
-        chunks = lens > self.num_spec + 1
+        chunks = lens > self.max_rows
         chunk_tokens = int(lens[chunks].sum())
         num_chunks = int(chunks.sum())
         return ReplayMetadata(
@@ -148,7 +147,7 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
             num_spec_decode_tokens=int(lens.sum()) - chunk_tokens,
             num_actual_tokens=common.num_actual_tokens,
             rows=rows,
-            max_rows=self.num_spec + 1,
+            max_rows=self.max_rows,
         )
 
 

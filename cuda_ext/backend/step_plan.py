@@ -13,6 +13,45 @@ from cuda_ext.cursor import NULL_SLOT
 from cuda_ext.ops.reference import StepRows
 
 
+def plan_step_torch(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    row_start: torch.Tensor,
+    cursor: torch.Tensor,
+    max_rows: int,
+    slot: torch.Tensor,
+    base: torch.Tensor,
+    start: torch.Tensor,
+    out_row_start: torch.Tensor,
+    *,
+    inert: bool = False,
+) -> None:
+    """`plan_step` of cuda_ext/ops/cursor.py in plain torch, for devices without Triton.
+
+    The arguments are the same.
+    """
+    pages = block_table if block_table.dim() == 1 else block_table[:, 0]
+    count = pages.shape[0]
+    out_row_start[: count + 1].copy_(row_start[: count + 1])
+    if inert:
+        for buffer in (slot, base, start):
+            buffer[:count].zero_()
+        return
+    lens = row_start[1 : count + 1] - row_start[:count]
+    works = (pages != NULL_SLOT) & (lens > 0)
+    chosen = torch.where(works, pages, NULL_SLOT).long()
+    first = torch.where(works, seq_lens[:count] - lens, 0)
+    kept = cursor[NULL_SLOT].clone()
+    covered = torch.where(lens > max_rows, first + lens, first).to(torch.int32)
+    slot[:count].copy_(chosen)
+    base[:count].copy_(torch.where(first > 0, cursor[chosen], 0))
+    start[:count].copy_(first)
+    # Requests that do nothing all write the null slot, whose cursor is then put back: so no index
+    # has a length that the host would have to know.
+    cursor[chosen] = covered
+    cursor[NULL_SLOT] = kept
+
+
 class StepPlanner:
     """Cursors of the slots of one KV group.
 
@@ -27,6 +66,7 @@ class StepPlanner:
         self.max_rows = max_rows
         # A slot that no request has used yet must not pass for one that covers something.
         self.cursor = torch.full((slots,), -1, dtype=torch.int32, device=device)
+        self.cursor[NULL_SLOT] = 0
         self._slot = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self._base = torch.zeros_like(self._slot)
         self._start = torch.zeros_like(self._slot)
@@ -42,21 +82,8 @@ class StepPlanner:
             seq_lens: [N] int, tokens of each request once the step is done, drafts counted in.
             row_start: [N + 1] int.
         """
-        count = slots.shape[0]
-        lens = row_start[1:] - row_start[:-1]
-        works = (slots != NULL_SLOT) & (lens > 0)
-        slot = torch.where(works, slots, NULL_SLOT)
-        start = torch.where(works, seq_lens - lens, 0)
-        base = torch.where(start == 0, 0, self.cursor[slot.long()])
-        covered = torch.where(lens > self.max_rows, start + lens, start)
-        # Every row writes, those that do nothing to the null slot: no index of unknown length.
-        self.cursor[slot.long()] = covered.to(torch.int32)
-        self.cursor[NULL_SLOT] = 0
-        self._slot[:count].copy_(slot)
-        self._base[:count].copy_(base)
-        self._start[:count].copy_(start)
-        self._row_start[: count + 1].copy_(row_start)
-        return self._rows(count)
+        self._plan(slots, seq_lens, row_start)
+        return self._rows(slots.shape[0])
 
     def idle(self, count: int, row_start: torch.Tensor) -> StepRows:
         """A plan in which no request does anything, for dummy and capture runs: no cursor moves.
@@ -65,11 +92,29 @@ class StepPlanner:
             count: N.
             row_start: [N + 1] int.
         """
-        self._slot[:count].fill_(NULL_SLOT)
-        self._base[:count].zero_()
-        self._start[:count].zero_()
-        self._row_start[: count + 1].copy_(row_start)
+        self._plan(self._slot[:count], self._start[:count], row_start, inert=True)
         return self._rows(count)
+
+    def _plan(
+        self,
+        slots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        row_start: torch.Tensor,
+        *,
+        inert: bool = False,
+    ) -> None:
+        plan_step_torch(
+            slots,
+            seq_lens,
+            row_start,
+            self.cursor,
+            self.max_rows,
+            self._slot,
+            self._base,
+            self._start,
+            self._row_start,
+            inert=inert,
+        )
 
     def _rows(self, count: int) -> StepRows:
         return StepRows(

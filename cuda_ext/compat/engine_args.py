@@ -22,7 +22,6 @@ from typing import Any
 from vllm_gaudi_ext import problems
 from vllm_gaudi_ext.config import read_options
 from vllm_gaudi_ext.log import logger_for
-from vllm_gaudi_ext.problems import Problem
 
 _MARK = "_gaudi_ext_replay"
 _SET_DEFAULTS = "_set_default_chunked_prefill_and_prefix_caching_args"
@@ -119,16 +118,9 @@ def _check(config: Any) -> None:
 def _refuse_unnamed(method: Any) -> Any:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if read_options(self.additional_config).replay == "on":
-            problems.refuse(
-                "serve with ReplaySSM",
-                [
-                    Problem(
-                        "replay is 'on', and VLLM_PLUGINS does not name gaudi_ext, so stock vLLM "
-                        "would serve",
-                        "start with VLLM_PLUGINS=gaudi_ext",
-                    )
-                ],
-            )
+            from cuda_ext import refusals
+
+            problems.refuse("serve with ReplaySSM", [refusals.not_named()])
         return method(self, *args, **kwargs)
 
     return create_engine_config

@@ -2,13 +2,12 @@
 # Triton gives the arguments of its kernels types of its own, and is absent where the linter runs.
 """The plan of a step for one KV group, as one small kernel.
 
-The same definition as `cuda_ext/cursor.py` and, in torch, `StepPlanner.plan` of
+The same definition as `cuda_ext/cursor.py` and, in torch, `plan_step_torch` of
 `cuda_ext/backend/step_plan.py`, whose dozen operators a step this replaces by one launch.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -103,38 +102,3 @@ def plan_step(
         BN=size,
         num_warps=4,
     )
-
-
-def plan_step_torch(
-    block_table: Tensor,
-    seq_lens: Tensor,
-    row_start: Tensor,
-    cursor: Tensor,
-    max_rows: int,
-    slot: Tensor,
-    base: Tensor,
-    start: Tensor,
-    out_row_start: Tensor,
-    *,
-    inert: bool = False,
-) -> None:
-    """`plan_step` in plain torch, for devices without Triton; the same arguments."""
-    pages = block_table if block_table.dim() == 1 else block_table[:, 0]
-    count = pages.shape[0]
-    out_row_start[: count + 1].copy_(row_start[: count + 1])
-    if inert:
-        for buffer in (slot, base, start):
-            buffer[:count].zero_()
-        return
-    lens = row_start[1 : count + 1] - row_start[:count]
-    works = (pages != 0) & (lens > 0)
-    chosen = torch.where(works, pages, 0).long()
-    first = torch.where(works, seq_lens[:count] - lens, 0)
-    kept = cursor[0].clone()
-    covered = torch.where(lens > max_rows, first + lens, first).to(torch.int32)
-    slot[:count].copy_(chosen)
-    base[:count].copy_(torch.where(first > 0, cursor[chosen], 0))
-    start[:count].copy_(first)
-    # Idle requests all write the null slot, whose cursor is then put back.
-    cursor[chosen] = covered
-    cursor[0] = kept

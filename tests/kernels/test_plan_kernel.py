@@ -8,8 +8,9 @@ import pytest
 import torch
 from forms import Kernels
 
+from cuda_ext.backend.step_plan import plan_step_torch
 from cuda_ext.cursor import NULL_SLOT, plan_row
-from cuda_ext.ops.cursor import plan_step, plan_step_torch
+from cuda_ext.ops.cursor import plan_step
 
 SLOTS, MAX_ROWS, PADDING = 400, 4, -77
 FORMS = pytest.mark.parametrize("plan", [plan_step, plan_step_torch], ids=["kernel", "torch"])

@@ -45,3 +45,24 @@ def write_config(folder: Path, content: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """A config.json that vLLM loads: the packaged keys and a token vision tower."""
+    keys = text_config(name)
+    architectures = keys.pop("architectures")
+    if "Next" in name:
+        return {**keys, "architectures": architectures, "model_type": "qwen3_next"}
+    kind = "qwen3_5_moe" if keys.get("num_experts") else "qwen3_5"
+    return {
+        "architectures": architectures,
+        "model_type": kind,
+        "text_config": {**keys, "model_type": f"{kind}_text"},
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_heads": 8,
+            "out_hidden_size": keys["hidden_size"],
+        },
+    }

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from engine_process import HERE, run_with_vllm
-from plan_helpers import plan_of, text_config, write_config
+from plan_helpers import model_config, plan_of, write_config
 
 from vllm_gaudi_ext.planner.arithmetic import GIB, KV_DTYPES, kv_token_bytes
 from vllm_gaudi_ext.planner.facts import load_facts
@@ -99,27 +99,6 @@ SHAPES = {
         state_dtype="float32",
     ),
 }
-
-
-def model_config(name: str) -> dict[str, Any]:
-    """A config.json that vLLM loads: the packaged keys and a token vision tower."""
-    keys = text_config(name)
-    architectures = keys.pop("architectures")
-    if "Next" in name:
-        return {**keys, "architectures": architectures, "model_type": "qwen3_next"}
-    kind = "qwen3_5_moe" if keys.get("num_experts") else "qwen3_5"
-    return {
-        "architectures": architectures,
-        "model_type": kind,
-        "text_config": {**keys, "model_type": f"{kind}_text"},
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_heads": 8,
-            "out_hidden_size": keys["hidden_size"],
-        },
-    }
 
 
 def drafter_config(shape: Shape) -> dict[str, Any]:

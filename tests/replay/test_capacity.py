@@ -18,7 +18,7 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS / "planner"))
 
-from plan_helpers import DRAFTER_4B, plan_of, text_config, write_config  # noqa: E402
+from plan_helpers import DRAFTER_4B, model_config, plan_of, write_config  # noqa: E402
 
 from cuda_ext.startup import Gain  # noqa: E402
 from vllm_gaudi_ext.planner.arithmetic import GIB, MIB  # noqa: E402
@@ -66,25 +66,6 @@ SHAPES = {
 PAIRS = sorted({name.rpartition(", ")[0] for name in SHAPES})
 # vLLM's CPU platform takes blocks of 128 tokens (platforms/cpu.py, 0.31.0).
 CPU_UNIT = 128
-
-
-def model_config(name: str) -> dict[str, Any]:
-    """A config.json that vLLM loads: the packaged keys and a token vision tower."""
-    keys = text_config(name)
-    architectures = keys.pop("architectures")
-    kind = "qwen3_5_moe" if keys.get("num_experts") else "qwen3_5"
-    return {
-        "architectures": architectures,
-        "model_type": kind,
-        "text_config": {**keys, "model_type": f"{kind}_text"},
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_heads": 8,
-            "out_hidden_size": keys["hidden_size"],
-        },
-    }
 
 
 def drafter_config(shape: Shape) -> dict[str, Any]:

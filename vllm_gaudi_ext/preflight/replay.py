@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from cuda_ext.facts import ReplayFacts
-from cuda_ext.refusals import replay_problems
+from cuda_ext.refusals import not_named, replay_problems
 from vllm_gaudi_ext import envs, plugin
 from vllm_gaudi_ext.config import ExtOptions, read_options
 from vllm_gaudi_ext.gdn.refusals import option_problems
 from vllm_gaudi_ext.planner.plan import Plan, gdn_heads
-from vllm_gaudi_ext.preflight.report import Found
+from vllm_gaudi_ext.preflight.report import Found, found
 
 
 def options_of(parsed: argparse.Namespace) -> tuple[ExtOptions | None, list[Found]]:
@@ -25,7 +25,7 @@ def options_of(parsed: argparse.Namespace) -> tuple[ExtOptions | None, list[Foun
 
 def gaudi_option_problems(options: ExtOptions) -> list[Found]:
     """What a Gaudi server would refuse of the options."""
-    return [Found(what=p.what, fix=p.fix) for p in option_problems(options)]
+    return found(option_problems(options))
 
 
 def nvidia_problems(
@@ -45,17 +45,9 @@ def nvidia_problems(
         vllm: the version installed here; None where it is not.
     """
     if not envs.named_in_vllm_plugins(plugin.PLUGIN, environment):
-        if options.replay != "on":
-            return []
-        return [
-            Found(
-                what=f"replay is 'on', and VLLM_PLUGINS does not name {plugin.PLUGIN}, so stock "
-                "vLLM would serve",
-                fix=f"start with VLLM_PLUGINS={plugin.PLUGIN}",
-            )
-        ]
+        return found([not_named()]) if options.replay == "on" else []
     facts = _facts(parsed, options, environment, plan, vllm)
-    return [Found(what=p.what, fix=p.fix) for p in replay_problems(facts)]
+    return found(replay_problems(facts))
 
 
 def _facts(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import BaseModel, Field
+
+from vllm_gaudi_ext.problems import Problem
 
 
 class Found(BaseModel):
@@ -13,6 +17,11 @@ class Found(BaseModel):
 
     what: str
     fix: str
+
+
+def found(problems: Iterable[Problem]) -> list[Found]:
+    """The engine's refusals as findings, in their own words."""
+    return [Found(what=problem.what, fix=problem.fix) for problem in problems]
 
 
 class PreflightReport(BaseModel):

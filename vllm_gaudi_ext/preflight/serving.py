@@ -16,7 +16,7 @@ from vllm_gaudi_ext.planner.errors import PlanError
 from vllm_gaudi_ext.planner.findings import findings
 from vllm_gaudi_ext.planner.plan import Plan, make_plan
 from vllm_gaudi_ext.planner.request import Options, make_deployment
-from vllm_gaudi_ext.preflight.report import Found
+from vllm_gaudi_ext.preflight.report import Found, found
 
 # The planner's words for what the engine's refusals say already.
 _SAID_BY_REFUSALS = ("budget-starves-prefill", "budget-below-block", "gaudi-drafts")
@@ -113,9 +113,9 @@ def gaudi_problems(
     parsed: argparse.Namespace, environment: Mapping[str, str], block_tokens: int | None
 ) -> list[Found]:
     """What the engine would refuse on Gaudi, with prefix caching on."""
-    found = []
+    problems = []
     if not envs.named_in_vllm_plugins(plugin.PLUGIN, environment):
-        found.append(
+        problems.append(
             Found(
                 what=f"VLLM_PLUGINS does not name {plugin.PLUGIN}, so the stock vllm-gaudi would "
                 "serve, and its hits resume from states that were never saved",
@@ -123,7 +123,7 @@ def gaudi_problems(
             )
         )
     facts = serving_facts(parsed, environment, block_tokens)
-    return found + [Found(what=p.what, fix=p.fix) for p in config_problems(facts)]
+    return problems + found(config_problems(facts))
 
 
 def missing_sizes(parsed: argparse.Namespace, block_tokens: int | None) -> list[Found]:
@@ -169,20 +169,20 @@ def version_problems(vllm: str | None, *, gaudi: bool) -> list[Found]:
     """An installed version that the package refuses to start with, on Gaudi."""
     if not gaudi or envs.VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS:
         return []
-    found = []
+    problems = []
     for window, version in (
         (versions.VLLM, vllm),
         (versions.VLLM_GAUDI, versions.installed_vllm_gaudi()),
     ):
         if version is not None and not window.admits(version):
-            found.append(
+            problems.append(
                 Found(
                     what=f"{window.project} {version} is installed here, and the package refuses "
                     "to start with it",
                     fix=f"install {window.project}{window.supported}",
                 )
             )
-    return found
+    return problems
 
 
 def options_without_vllm(content: Mapping[str, Any]) -> argparse.Namespace:
