@@ -24,8 +24,8 @@
 // Compiled by NVRTC with: NB, NQ (blocks of rows and of new rows at most), WARPS, CTAS (blocks of
 // threads that a multiprocessor should hold), AHEAD (of the 16 loads of a thread's share of the
 // state, those that are made a tile ahead and then held in registers), KEY_HEADS, VALUE_HEADS, RING
-// (H, HV, R), STATE_T, WEIGHT_T (float or bf16), PDL (start before the previous launch has ended),
-// SHARED_BYTES. Includes nothing, so that no header has to be found where it runs.
+// (H, HV, R), STATE_T, RATE_T, BIAS_T (float or bf16), PDL (start before the previous launch
+// has ended), SHARED_BYTES. Includes nothing, so that no header has to be found where it runs.
 
 typedef unsigned short bf16;  // its bits
 typedef unsigned int u32;
@@ -33,6 +33,7 @@ typedef unsigned int u32;
 #define THREADS (WARPS * 32)
 #define BV (WARPS * 16)
 #define DIM 128
+#define SLICES (DIM / BV)  // tiles of a value head
 #define ROW 136  // elements of a staged row: 16 bytes more, so that ldmatrix meets no conflict
 #define VROW (BV + 8)
 #define TILE 16  // rows of a block
@@ -48,8 +49,8 @@ struct Args {
     const bf16* b_ring;
     const bf16* q;
     bf16* out;
-    const WEIGHT_T* A_log;
-    const WEIGHT_T* dt_bias;
+    const RATE_T* A_log;
+    const BIAS_T* dt_bias;
     const int* slot;
     const int* base;
     const int* start;
@@ -72,6 +73,11 @@ __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((u32)
 // Left operand of a 16x16 product in three pieces.
 struct Pieces {
     u32 h[4], m[4], l[4];
+
+    // The smallest first.
+    __device__ __forceinline__ const u32* operator[](int i) const {
+        return i == 0 ? l : i == 1 ? m : h;
+    }
 };
 
 __device__ __forceinline__ u32 pack(float low, float high) {
@@ -96,6 +102,24 @@ __device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
         " {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// c[2][4] += a b^T for 16 rows of b as ldmatrix gives them.
+__device__ __forceinline__ void mma_rows(float (*c)[4], const u32* a, const u32* b) {
+    mma(c[0], a, b[0], b[1]);
+    mma(c[1], a, b[2], b[3]);
+}
+
+// x[n][e] of a lane is row g + 8 (e >> 1) and this column of a 16x16 product, with g = lane / 4 and
+// t = lane % 4.
+__device__ __forceinline__ int column_of(int n, int e, int t) { return n * 8 + 2 * t + (e & 1); }
+
+// Each column of a 16x16 product times its factor.
+__device__ __forceinline__ void scale_columns(float (*x)[4], const float* factors, int t) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[n][e] *= factors[column_of(n, e, t)];
 }
 
 __device__ __forceinline__ void ldmatrix(u32* r, const void* p) {
@@ -138,20 +162,17 @@ __device__ __forceinline__ void store_tile(uint4* tile, int lane, const float (*
 // product waits for the one before it on the same accumulators.
 __device__ __forceinline__ void multiply(float (*c)[4], const Pieces& x, const uint4* tile,
                                          int lane) {
-    const uint4 h = tile[lane], m = tile[32 + lane], l = tile[64 + lane];
+    u32 h[4], m[4], l[4];
+    *(uint4*)h = tile[lane];
+    *(uint4*)m = tile[32 + lane];
+    *(uint4*)l = tile[64 + lane];
     float small[2][4] = {};
-    mma(small[0], x.l, h.x, h.y);
-    mma(small[1], x.l, h.z, h.w);
-    mma(c[0], x.m, h.x, h.y);
-    mma(c[1], x.m, h.z, h.w);
-    mma(small[0], x.h, l.x, l.y);
-    mma(small[1], x.h, l.z, l.w);
-    mma(c[0], x.h, m.x, m.y);
-    mma(c[1], x.h, m.z, m.w);
-    mma(small[0], x.m, m.x, m.y);
-    mma(small[1], x.m, m.z, m.w);
-    mma(c[0], x.h, h.x, h.y);
-    mma(c[1], x.h, h.z, h.w);
+    mma_rows(small, x.l, h);
+    mma_rows(c, x.m, h);
+    mma_rows(small, x.h, l);
+    mma_rows(c, x.h, m);
+    mma_rows(small, x.m, m);
+    mma_rows(c, x.h, h);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -224,7 +245,7 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "fold_verify.py counts other bytes");
 
 __device__ __forceinline__ Work find_work(const Args& p, int tile) {
-    const int request = tile / (VALUE_HEADS * (DIM / BV));
+    const int request = tile / (VALUE_HEADS * SLICES);
     Work work;
     work.first = p.row_start[request];
     work.T = p.row_start[request + 1] - work.first;
@@ -236,7 +257,7 @@ __device__ __forceinline__ Work find_work(const Args& p, int tile) {
 
 // The same numbers, a lane of the first warp each, to shared memory; nobody waits for them.
 __device__ __forceinline__ void copy_work(const Args& p, int tile, int* to) {
-    const int i = threadIdx.x, request = tile / (VALUE_HEADS * (DIM / BV));
+    const int i = threadIdx.x, request = tile / (VALUE_HEADS * SLICES);
     const int* from = i < 2 ? p.row_start + i : i == 2 ? p.base : i == 3 ? p.start : p.slot;
     if (i < 5) copy4(to + i, from + request, true);
 }
@@ -264,7 +285,7 @@ __device__ __forceinline__ bool can_be_right(const Args& p, const Work& w) {
 // row are permuted the same way.
 __device__ __forceinline__ STATE_T* share_of(const Args& p, const Work& w, int tile) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int rows = tile % (VALUE_HEADS * (DIM / BV)) * BV + warp * 16 + (lane >> 2);
+    const int rows = tile % (VALUE_HEADS * SLICES) * BV + warp * 16 + (lane >> 2);
     return p.state + w.slot * p.state_stride + (long long)rows * DIM + (lane & 3) * 4;
 }
 
@@ -305,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         if (tile != blockIdx.x) work = read_work(sh.work[turn]);
         const int next = tile + gridDim.x;
         if (next < p.tiles) copy_work(p, next, sh.work[turn ^ 1]);
-        const int head = tile / (DIM / BV) % VALUE_HEADS, slice = tile % (DIM / BV);
+        const int head = tile / SLICES % VALUE_HEADS, slice = tile % SLICES;
         const int key_head = head / (VALUE_HEADS / KEY_HEADS);
         const int first = work.first, T = work.T, base = work.base, P = work.P, J = P + T;
         const long long slot = work.slot;
@@ -339,7 +360,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 
         // Gates: a lane of the last warp takes rows 2 l and 2 l + 1.
         bf16 a_raw[2] = {0, 0}, b_raw[2] = {0, 0};
-        WEIGHT_T A_log = 0, dt_bias = 0;
+        RATE_T A_log = 0;
+        BIAS_T dt_bias = 0;
         if (warp == WARPS - 1) {
             A_log = p.A_log[head];
             dt_bias = p.dt_bias[head];
@@ -460,12 +482,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         const u32 a[4] = {left[i][0], left[i][2], left[i][1], left[i][3]};
-                        mma(x[i & 1][0], a, right[i][0], right[i][1]);
-                        mma(x[i & 1][1], a, right[i][2], right[i][3]);
-                        if (query && c == 0) {
-                            mma(square[0], a, left[i][0], left[i][1]);
-                            mma(square[1], a, left[i][2], left[i][3]);
-                        }
+                        mma_rows(x[i & 1], a, right[i]);
+                        if (query && c == 0) mma_rows(square, a, left[i]);
                     }
                 }
                 // Squares of the rows lie on the diagonal: two in each lane of eight.
@@ -492,7 +510,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         const int row = min(last + g + (e >> 1) * 8, J - 1);
-                        const int j = c * TILE + n * 8 + 2 * t + (e & 1);
+                        const int j = c * TILE + column_of(n, e, t);
                         // Above the diagonal the weight may overflow, but is not taken.
                         const float weight = decay(sh.sum[row], sh.sum[j]);
                         const float product = x[0][n][e] + x[1][n][e];
@@ -508,7 +526,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                     for (int n = 0; n < 2; ++n)
 #pragma unroll
                         for (int e = 0; e < 4; ++e)
-                            sh.lower[b][(n * 8 + 2 * t + (e & 1)) * LSTRIDE + g + (e >> 1) * 8] =
+                            sh.lower[b][column_of(n, e, t) * LSTRIDE + g + (e >> 1) * 8] =
                                 x[0][n][e];
                 }
             }
@@ -552,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
             for (int n = 0; n < 2; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    m[n][e] = lower[(g + (e >> 1) * 8) * LSTRIDE + n * 8 + 2 * t + (e & 1)];
+                    m[n][e] = lower[(g + (e >> 1) * 8) * LSTRIDE + column_of(n, e, t)];
             store_tile(sh.tiles[b], lane, m);
         };
 
@@ -577,13 +595,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                 // state in bfloat16 is its own first piece.
 #pragma unroll
                 for (int piece = sizeof(STATE_T) == 2 ? 2 : 0; piece < 3; ++piece) {
-                    const u32* left = piece == 0 ? a.l : piece == 1 ? a.m : a.h;
 #pragma unroll
                     for (int b = 0; b < NB + NQ; ++b) {
                         if (b < NB ? b >= nb : b - NB >= nq) continue;
-                        float (*c)[4] = b < NB ? x[b] : y[b - NB];
-                        mma(c[0], left, right[b][0], right[b][1]);
-                        mma(c[1], left, right[b][2], right[b][3]);
+                        mma_rows(b < NB ? x[b] : y[b - NB], a[piece], right[b]);
                     }
                 }
             }
@@ -605,21 +620,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 
         // Corrections among the rows, and the outputs.
 #pragma unroll
-        for (int q = 0; q < NQ; ++q)
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    y[q][n][e] *= sh.q_since[q * TILE + n * 8 + 2 * t + (e & 1)];
+        for (int q = 0; q < NQ; ++q) scale_columns(y[q], &sh.q_since[q * TILE], t);
         Pieces past[NB];
 #pragma unroll
         for (int b = 0; b < NB; ++b) {
             if (b >= nb) continue;
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    x[b][n][e] *= sh.since[b * TILE + n * 8 + 2 * t + (e & 1)];
+            scale_columns(x[b], &sh.since[b * TILE], t);
 #pragma unroll
             for (int c = 0; c < b; ++c)
                 multiply(x[b], past[c], sh.tiles[NB + b * (b - 1) / 2 + c], lane);
@@ -632,7 +638,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                 for (int e = 0; e < 4; ++e) {
                     const u32 word = v[n * 2 + (e >> 1)];
                     x[b][n][e] = __uint_as_float(e & 1 ? word & 0xffff0000u : word << 16) -
-                                 x[b][n][e] * sh.k_norm[b * TILE + n * 8 + 2 * t + (e & 1)];
+                                 x[b][n][e] * sh.k_norm[b * TILE + column_of(n, e, t)];
                 }
             Pieces u;
             split_tile(x[b], u);
@@ -648,12 +654,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                     multiply(y[q], past[b], sh.tiles[NB + NB * (NB - 1) / 2 + q * NB + b], lane);
         }
 #pragma unroll
-        for (int q = 0; q < NQ; ++q)
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    y[q][n][e] *= sh.q_norm[q * TILE + n * 8 + 2 * t + (e & 1)];
+        for (int q = 0; q < NQ; ++q) scale_columns(y[q], &sh.q_norm[q * TILE], t);
 
         // The fold: each d_j at its weight in the new state, times the raw row.
         if (P > 0) {
@@ -661,11 +662,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 #pragma unroll
             for (int b = 0; b < NB; ++b) {
                 if (b >= nf) continue;
-#pragma unroll
-                for (int n = 0; n < 2; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        x[b][n][e] *= sh.kept[b * TILE + n * 8 + 2 * t + (e & 1)];
+                scale_columns(x[b], &sh.kept[b * TILE], t);
                 split_tile(x[b], past[b]);
             }
 #pragma unroll
@@ -689,14 +686,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                     ldmatrix_trans(right[1], &sh.k[b * TILE + row_t][pair * 16 + 16 + column_t]);
 #pragma unroll
                     for (int piece = 0; piece < 3; ++piece) {
-                        const u32* left = piece == 0   ? past[b].l
-                                          : piece == 1 ? past[b].m
-                                                       : past[b].h;
 #pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                            mma(c[i][0], left, right[i][0], right[i][1]);
-                            mma(c[i][1], left, right[i][2], right[i][3]);
-                        }
+                        for (int i = 0; i < 2; ++i) mma_rows(c[i], past[b][piece], right[i]);
                     }
                 }
 #pragma unroll
@@ -718,7 +709,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
             for (int n = 0; n < 2; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    sh.v[n * 8 + 2 * t + (e & 1)][warp * 16 + g + (e >> 1) * 8] =
+                    sh.v[column_of(n, e, t)][warp * 16 + g + (e >> 1) * 8] =
                         (bf16)pack(y[q][n][e], 0.f);
             __syncwarp();
             const int row = lane >> 1, column = warp * 16 + (lane & 1) * 8;

@@ -112,6 +112,37 @@ def _fill(out, first, rows, value, o_h, o_v, mask_v, out_stride, V: tl.constexpr
 
 
 @triton.jit
+def _request(slots, bases, starts, row_start):
+    """First row in the batch, T, slot, base and P of a program's request."""
+    i_n = tl.program_id(2)
+    first = tl.load(row_start + i_n).to(tl.int64)
+    rows = (tl.load(row_start + i_n + 1) - first).to(tl.int32)
+    base = tl.load(bases + i_n)
+    return first, rows, tl.load(slots + i_n).to(tl.int64), base, tl.load(starts + i_n) - base
+
+
+@triton.jit
+def _load_state(p_s, mask, base):
+    """The state at `base` in fp32; zeros without a read at 0."""
+    b_s = tl.zeros(p_s.shape, tl.float32)
+    if base > 0:
+        b_s += tl.load(p_s, mask=mask, other=0.0).to(tl.float32)
+    return b_s
+
+
+@triton.jit
+def _ring_rows(p_k, p_v, p_a, p_b, row, mask, mask_k, mask_v, log_rate, bias, HK, HV, HVV):
+    """k [16, K] raw, v [BV, 16] in fp32, g and beta [16] of 16 ring rows."""
+    b_k = tl.load(p_k + row[:, None] * HK, mask=mask[:, None] & mask_k[None, :], other=0.0)
+    p_v += row[None, :] * HVV
+    b_v = tl.load(p_v, mask=mask[None, :] & mask_v[:, None], other=0.0).to(tl.float32)
+    b_a = tl.load(p_a + row * HV, mask=mask, other=0.0)
+    b_b = tl.load(p_b + row * HV, mask=mask, other=0.0)
+    g, beta = _gates(b_a, b_b, log_rate, bias, mask)
+    return b_k, b_v, g, beta
+
+
+@triton.jit
 def _block_kernel(
     state,
     k_ring,
@@ -144,15 +175,11 @@ def _block_kernel(
     BV: tl.constexpr,
 ):
     """Grid (V / BV, HV, N). See `fold_verify` for the tensors."""
-    i_v, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_h = tl.program_id(1).to(tl.int64)
     i_k = i_h // (HV // H)
-    first = tl.load(row_start + i_n).to(tl.int64)
-    rows = (tl.load(row_start + i_n + 1) - first).to(tl.int32)
-    slot = tl.load(slots + i_n).to(tl.int64)
-    base, start = tl.load(bases + i_n), tl.load(starts + i_n)
-    pending = start - base
-    o_v = i_v * BV + tl.arange(0, BV)
+    o_v = tl.program_id(0) * BV + tl.arange(0, BV)
     mask_v = o_v < V
+    first, rows, slot, base, pending = _request(slots, bases, starts, row_start)
     if slot == 0:
         _fill(out, first, rows, 0.0, i_h, o_v, mask_v, out_stride, V)
     if (slot != 0) & (rows > 0) & (rows <= max_rows):
@@ -169,22 +196,14 @@ def _block_kernel(
             p_v = v_ring + slot * v_stride + i_h * V + o_v[:, None]
             p_a, p_b = a_ring + slot * a_stride + i_h, b_ring + slot * b_stride + i_h
             p_s = state + slot * state_stride + i_h * V * K + o_v[:, None] * K + o_k[None, :]
-            b_s = tl.zeros([BV, BK], tl.float32)
-            if base > 0:
-                b_s += tl.load(p_s, mask=mask_s, other=0.0).to(tl.float32)
+            b_s = _load_state(p_s, mask_s, base)
 
             for j in range(0, pending, 16):
                 mask = j + i < pending
                 row = ((base + j + i) % R).to(tl.int64)
-                b_k = tl.load(
-                    p_k + row[:, None] * (H * K), mask=mask[:, None] & mask_k[None, :], other=0.0
+                b_k, b_v, g, beta = _ring_rows(
+                    p_k, p_v, p_a, p_b, row, mask, mask_k, mask_v, log_rate, bias, H * K, HV, HV * V
                 )
-                b_v = tl.load(
-                    p_v + row[None, :] * (HV * V), mask=mask[None, :] & mask_v[:, None], other=0.0
-                ).to(tl.float32)
-                b_a = tl.load(p_a + row * HV, mask=mask, other=0.0)
-                b_b = tl.load(p_b + row * HV, mask=mask, other=0.0)
-                g, beta = _gates(b_a, b_b, log_rate, bias, mask)
                 d, norm, decay, since = _block(b_s, b_k, b_v, g, beta)
                 b_s = _advance(b_s, b_k, d, norm, decay, since)
             if pending > 0:
@@ -192,18 +211,12 @@ def _block_kernel(
 
             for t in range(0, rows, 16):
                 mask = t + i < rows
-                row = ((start + t + i) % R).to(tl.int64)
-                b_k = tl.load(
-                    p_k + row[:, None] * (H * K), mask=mask[:, None] & mask_k[None, :], other=0.0
+                row = ((base + pending + t + i) % R).to(tl.int64)
+                b_k, b_v, g, beta = _ring_rows(
+                    p_k, p_v, p_a, p_b, row, mask, mask_k, mask_v, log_rate, bias, H * K, HV, HV * V
                 )
-                b_v = tl.load(
-                    p_v + row[None, :] * (HV * V), mask=mask[None, :] & mask_v[:, None], other=0.0
-                ).to(tl.float32)
-                b_a = tl.load(p_a + row * HV, mask=mask, other=0.0)
-                b_b = tl.load(p_b + row * HV, mask=mask, other=0.0)
                 p_q = q + (first + t + i)[:, None] * q_stride + i_k * K + o_k[None, :]
                 b_q = tl.load(p_q, mask=mask[:, None] & mask_k[None, :], other=0.0).to(tl.float32)
-                g, beta = _gates(b_a, b_b, log_rate, bias, mask)
                 d, norm, decay, since = _block(b_s, b_k, b_v, g, beta)
                 q_norm = tl.rsqrt(tl.sum(b_q * b_q, 1) + EPS) * scale
                 k_t = tl.trans(b_k.to(tl.float32))
@@ -251,15 +264,11 @@ def _recurrent_kernel(
     BV: tl.constexpr,
 ):
     """The recurrence as written, a row at a time. Grid (V / BV, HV, N), as `_block_kernel`."""
-    i_v, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_h = tl.program_id(1).to(tl.int64)
     i_k = i_h // (HV // H)
-    first = tl.load(row_start + i_n).to(tl.int64)
-    rows = (tl.load(row_start + i_n + 1) - first).to(tl.int32)
-    slot = tl.load(slots + i_n).to(tl.int64)
-    base, start = tl.load(bases + i_n), tl.load(starts + i_n)
-    pending = start - base
-    o_v = i_v * BV + tl.arange(0, BV)
+    o_v = tl.program_id(0) * BV + tl.arange(0, BV)
     mask_v = o_v < V
+    first, rows, slot, base, pending = _request(slots, bases, starts, row_start)
     if slot == 0:
         _fill(out, first, rows, 0.0, i_h, o_v, mask_v, out_stride, V)
     if (slot != 0) & (rows > 0) & (rows <= max_rows):
@@ -275,9 +284,7 @@ def _recurrent_kernel(
             p_v = v_ring + slot * v_stride + i_h * V + o_v
             p_a, p_b = a_ring + slot * a_stride + i_h, b_ring + slot * b_stride + i_h
             p_s = state + slot * state_stride + i_h * V * K + o_v[:, None] * K + o_k[None, :]
-            b_s = tl.zeros([BV, BK], tl.float32)
-            if base > 0:
-                b_s += tl.load(p_s, mask=mask_s, other=0.0).to(tl.float32)
+            b_s = _load_state(p_s, mask_s, base)
 
             for j in range(0, pending + rows):
                 row = ((base + j) % R).to(tl.int64)
@@ -330,7 +337,7 @@ class CudaBuild:
         size: of the launch.
         key_heads, value_heads: H and HV.
         ring: R.
-        state_type, weight_type: C types of the state and of A_log and dt_bias.
+        state_type, rate_type, bias_type: C types of the state, of A_log and of dt_bias.
         overlap: whether it waits for its predecessor itself.
         device: index.
     """
@@ -340,7 +347,8 @@ class CudaBuild:
     value_heads: int
     ring: int
     state_type: str
-    weight_type: str
+    rate_type: str
+    bias_type: str
     overlap: bool
     device: int
 
@@ -369,7 +377,8 @@ def compile_cuda(build: CudaBuild) -> bytes:
         "VALUE_HEADS": build.value_heads,
         "RING": build.ring,
         "STATE_T": build.state_type,
-        "WEIGHT_T": build.weight_type,
+        "RATE_T": build.rate_type,
+        "BIAS_T": build.bias_type,
         "PDL": int(build.overlap),
         "SHARED_BYTES": build.shared_bytes,
     }
@@ -413,8 +422,9 @@ def _fits_cuda(pages: Pages, weights: Weights, q: Tensor, out: Tensor) -> bool:
         and pages.ssm.shape[-2:] == (128, 128)
         and all(tensor.dtype is torch.bfloat16 for tensor in rows)
         and pages.ssm.dtype in _C_TYPES
+        # vLLM keeps A_log in float32 and dt_bias in the model's dtype.
         and weights.A_log.dtype in _C_TYPES
-        and weights.A_log.dtype is weights.dt_bias.dtype
+        and weights.dt_bias.dtype in _C_TYPES
         and all(
             (tensor.data_ptr() | tensor.stride(0) * tensor.element_size()) % 16 == 0
             for tensor in moved_by_16_bytes
@@ -441,6 +451,7 @@ def _cuda(
         ring,
         _C_TYPES[pages.ssm.dtype],
         _C_TYPES[weights.A_log.dtype],
+        _C_TYPES[weights.dt_bias.dtype],
         overlap,
         q.device.index,
     )

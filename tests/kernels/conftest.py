@@ -42,6 +42,7 @@ def _prepare() -> bool:
                 "Triton was imported before tests/kernels could ask for its interpreter: run "
                 "pytest tests/kernels by itself"
             )
+        import cuda_ext.ops.chunk
         import cuda_ext.ops.cursor
         import cuda_ext.ops.replay  # noqa: F401
     finally:

@@ -82,15 +82,22 @@ def row_dtype(kernels: Kernels) -> torch.dtype:
     return torch.bfloat16 if kernels.real else torch.float32
 
 
-def make_weights(heads: GdnHeads, generator: torch.Generator, bias: bool = False) -> Weights:
+def make_weights(
+    heads: GdnHeads,
+    generator: torch.Generator,
+    bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Weights:
+    """As vLLM keeps them: A_log in float32, all others in the model's dtype."""
+
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     return Weights(
-        conv_weight=normal(heads.conv_channels, heads.conv_kernel) * 0.5,
-        conv_bias=normal(heads.conv_channels) * 0.1 if bias else None,
+        conv_weight=(normal(heads.conv_channels, heads.conv_kernel) * 0.5).to(dtype),
+        conv_bias=(normal(heads.conv_channels) * 0.1).to(dtype) if bias else None,
         A_log=torch.rand(heads.value_heads, generator=generator) * 2 - 1,
-        dt_bias=torch.rand(heads.value_heads, generator=generator) - 1,
+        dt_bias=(torch.rand(heads.value_heads, generator=generator) - 1).to(dtype),
     )
 
 
@@ -150,7 +157,7 @@ def make_step(
         [request.start for request in requests],
         [sum(r.rows for r in requests[:i]) for i in range(len(requests) + 1)],
     ]
-    weights = make_weights(heads, generator, bias)
+    weights = make_weights(heads, generator, bias, dtype)
     moved = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in vars(weights).items()

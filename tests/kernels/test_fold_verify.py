@@ -52,6 +52,8 @@ def check(step: Step, before: Step, q: Tensor, state_error: float = 2e-6) -> Non
     tolerance = 4e-3 if step.out.dtype is torch.bfloat16 else 5e-6
     left = {name: tensor.clone() for name, tensor in states(before.pages).items()}
     for i, request in enumerate(step.requests):
+        if request.slot == 0 or not 0 < request.rows <= step.max_rows:
+            continue
         out, state = wanted(before, q, i)
         found = step.out[step.part(i)].cpu()
         for t in range(request.rows):
@@ -201,3 +203,50 @@ def test_the_same_bits_each_run_in_any_company(kernels: Kernels) -> None:
     assert same_bits(third.out, first.out[tokens])
     for request in chosen:
         assert same_bits(third.pages.ssm[request.slot], first.pages.ssm[request.slot])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    ("max_rows", "rows", "pending"),
+    [(8, 8, 8), (16, 16, 16), (17, 17, 15), (32, 32, 32)],
+    ids=["one block", "two blocks", "two blocks, both of new rows", "four blocks"],
+)
+def test_thread_blocks_that_go_through_several_tiles(
+    max_rows: int, rows: int, pending: int
+) -> None:
+    """A batch of more tiles than the device holds at once, with requests between them that do
+    nothing, start fresh, or are no request of ours."""
+    kernels = Kernels("cuda", portable=False, real=True)
+    requests = []
+    for i in range(torch.cuda.get_device_properties(0).multi_processor_count * 3 // 2):
+        old, new, start = 7 * i % (pending + 1), 1 + 5 * i % rows, 50 + 13 * i
+        kinds = {
+            2: Request(old, max_rows + 1, start),
+            4: Request(old, new, start, slot=0),
+            5: Request(old, new, old),
+            7: Request(old, 0, start),
+        }
+        requests.append(kinds.get(i % 9, Request(old, new, start)))
+    step = make_step(kernels, requests, max_rows)
+    q = fill_new_rows(step)
+    before, second = step.again(), step.again()
+    for each in (step, second):
+        fold_verify(
+            each.pages,
+            each.weights,
+            q,
+            each.rows,
+            max_rows,
+            each.out,
+            step_rows=rows,
+            max_pending=pending,
+        )
+    assert same_bits(second.out, step.out)
+    check(step, before, q)
+    for i, request in enumerate(step.requests):
+        found = step.out[step.part(i)]
+        if request.slot == 0:
+            assert torch.equal(found, torch.zeros_like(found)), request
+        elif request.rows > max_rows:
+            assert found.isnan().all(), request

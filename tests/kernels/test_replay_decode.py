@@ -182,3 +182,26 @@ def test_what_the_host_knows_may_be_told(
         if request.pending:
             found, alone = told.pages.ssm[request.slot], step.pages.ssm[request.slot]
             assert error(found, alone) < 2e-6, request
+
+
+@pytest.mark.parametrize("name", ["conv", "ssm", "k", "v", "a", "b"])
+def test_pages_farther_apart_than_32_bits_can_count(kernels: Kernels, name: str) -> None:
+    """The last slot begins 2^31 elements after the first."""
+    if kernels.device == "cpu":
+        pytest.skip("takes the memory of a large GPU")
+    step = make_step(kernels, [Request(3, 4, 50, slot=6), Request(4, 2, 9, slot=1)], 4)
+    near = getattr(step.pages, name)
+    stride = (2**31 // (len(near) - 1) // 64 + 1) * 64
+    elements = stride * (len(near) - 1) + near[0].numel()
+    if elements * near.element_size() > torch.cuda.mem_get_info()[0] // 2:
+        pytest.skip("takes the memory of a large GPU")
+    memory = torch.empty(elements, dtype=near.dtype, device=near.device)
+    far = memory.as_strided(near.shape, (stride, *near.stride()[1:]))
+    far.copy_(near)
+    again = step.again()
+    again = dataclasses.replace(again, pages=dataclasses.replace(again.pages, **{name: far}))
+    decode(kernels, step)
+    decode(kernels, again)
+    assert same_bits(again.out, step.out)
+    for state, tensor in states(step.pages).items():
+        assert same_bits(getattr(again.pages, state), tensor), state
