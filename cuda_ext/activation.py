@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuda_ext.facts import ARCHITECTURES, ReplayFacts, replay_facts
+from cuda_ext.facts import ARCHITECTURES, ReplayFacts, dtype_name, replay_facts
 from cuda_ext.plugin import registration_problem
-from cuda_ext.refusals import refuse, replay_layout, replay_problems, wants_replay
+from cuda_ext.refusals import backend_of, refuse, replay_layout, replay_problems, wants_replay
 from cuda_ext.ring import PageLayout
 from vllm_gaudi_ext.config import read_options
 
@@ -52,6 +52,25 @@ def active_layout(vllm_config: Any) -> PageLayout | None:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     return replay_layout(facts, conv_dim_first=is_conv_state_dim_first())
+
+
+def active_backend(vllm_config: Any) -> str:
+    """What computes a step where ReplaySSM is active: "kernels", or "reference"."""
+    backend = backend_of(replay_facts(vllm_config))
+    assert backend is not None, vllm_config
+    return backend
+
+
+def chunk_kernels(vllm_config: Any, prefill_backend: str) -> str:
+    """What computes prefill chunks: "portable", or vLLM's kernels by vLLM's name for them.
+
+    Args:
+        vllm_config: a vllm.config.VllmConfig.
+        prefill_backend: what vLLM chose ("triton", "flashinfer", "cutedsl"); none of them takes
+            rows in float32.
+    """
+    float32 = dtype_name(vllm_config.model_config.dtype) == "float32"
+    return "portable" if float32 else prefill_backend
 
 
 def torch_dtypes(layout: PageLayout) -> tuple[Any, ...]:

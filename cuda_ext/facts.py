@@ -31,18 +31,21 @@ class ReplayFacts:
     Args:
         options: what the operator asked for.
         vllm: version of vLLM; None where a file is checked on a machine without it.
-        device: vLLM's name of the device type ("cpu", "cuda", ...).
+        device: vLLM's name of the device type ("cpu", "cuda", "xpu", ...), but "rocm" for AMD's
+            GPUs, which vLLM calls "cuda" too.
         architecture: the model's, as vLLM resolved it.
         drafts: D, draft tokens a step; 0 without speculative decoding.
         method: speculative method; None without.
         drafter_has_states: the draft model has recurrent layers of its own.
         heads: of one GDN layer over all ranks; None for another architecture.
         dtype, conv_dtype, state_dtype: dtype names of the model, the conv window and the state.
-        tp, pp, dcp, pcp: tensor, pipeline, decode-context and prefill-context parallel sizes.
+        tp, pp, dp, dcp, pcp: tensor, pipeline, data, decode-context and prefill-context parallel
+            sizes.
         prefix_caching: whether prefix caching is on.
         kv_connector: name of the KV connector; None without.
         dual_batch_overlap: whether a step is split into micro-batches.
         eager: whether the model runs without graphs.
+        capability: compute capability of an NVIDIA GPU; None for others and where it isn't known.
         native_replay: whether this vLLM can serve GDN layers with a replay of its own.
         native_flag: whether vLLM's own `--use-replayssm` is set.
         fused_decode_kernel: whether `VLLM_GDN_DECODE_KERNEL` asks for vLLM's fused kernel.
@@ -61,12 +64,14 @@ class ReplayFacts:
     state_dtype: str
     tp: int = 1
     pp: int = 1
+    dp: int = 1
     dcp: int = 1
     pcp: int = 1
     prefix_caching: bool = False
     kv_connector: str | None = None
     dual_batch_overlap: bool = False
     eager: bool = False
+    capability: tuple[int, int] | None = None
     native_replay: bool = False
     native_flag: bool = False
     fused_decode_kernel: bool = False
@@ -88,8 +93,6 @@ def replay_facts(vllm_config: Any) -> ReplayFacts:
     Raises:
         ValueError: our options in `additional_config` are not valid.
     """
-    from vllm.platforms import current_platform
-
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -100,17 +103,18 @@ def replay_facts(vllm_config: Any) -> ReplayFacts:
     return ReplayFacts(
         options=read_options(vllm_config.additional_config),
         vllm=versions.installed_vllm(),
-        device=current_platform.device_type,
+        device=_device(),
         architecture=architecture,
         drafts=(speculative.num_speculative_tokens or 0) if speculative else 0,
         method=speculative.method if speculative else None,
         drafter_has_states=_has_states(speculative),
         heads=_heads(model.hf_text_config) if architecture in ARCHITECTURES else None,
-        dtype=_name(model.dtype),
+        dtype=dtype_name(model.dtype),
         conv_dtype=conv_dtype,
         state_dtype=state_dtype,
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
+        dp=parallel.data_parallel_size,
         dcp=getattr(parallel, "decode_context_parallel_size", 1),
         pcp=getattr(parallel, "prefill_context_parallel_size", 1),
         prefix_caching=bool(cache.enable_prefix_caching),
@@ -119,13 +123,31 @@ def replay_facts(vllm_config: Any) -> ReplayFacts:
             getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
         ),
         eager=bool(model.enforce_eager),
+        capability=_capability(),
         native_replay=_native_replay(architecture, model),
         native_flag=bool(getattr(cache, "use_replayssm", False)),
         fused_decode_kernel=envs.fused_gdn_decode_kernel(),
     )
 
 
-def _name(dtype: Any) -> str:
+def _device() -> str:
+    from vllm.platforms import current_platform
+
+    return "rocm" if current_platform.is_rocm() else current_platform.device_type
+
+
+def _capability() -> tuple[int, int] | None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return None
+    # Asked of NVML, so that the front process makes no CUDA context.
+    found = current_platform.get_device_capability()
+    return None if found is None else (found.major, found.minor)
+
+
+def dtype_name(dtype: Any) -> str:
+    """`bfloat16` of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -146,7 +168,7 @@ def _state_dtypes(model: Any, cache: Any) -> tuple[str, str]:
     conv, state = MambaStateDtypeCalculator.gated_delta_net_state_dtype(
         model.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
     )
-    return _name(conv), _name(state)
+    return dtype_name(conv), dtype_name(state)
 
 
 def _has_states(speculative: Any) -> bool:

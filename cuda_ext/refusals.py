@@ -15,11 +15,15 @@ from vllm_gaudi_ext.problems import Problem
 
 MAX_DRAFTS = 31
 STATE_DTYPES = ("float32", "bfloat16")
+MIN_CAPABILITY = (8, 0)
+"""Products of three TF32 or bfloat16 pieces need it."""
 REFERENCE_DEVICES = ("cpu", "cuda")
+DP_GRAPHS_FROM = "0.31.0"
+"""The first tested vLLM whose dummy steps point at the null page (`get_dummy_block_tables`)."""
 
-# Device types with kernels of their own for a ReplaySSM step, by the name that vLLM gives them.
-# The plain torch reference runs wherever torch does.
-NATIVE_BACKENDS = {"cpu": "reference"}
+# What computes a ReplaySSM step on a device type unless told otherwise: the kernels of
+# cuda_ext/ops, or the plain torch reference, which runs wherever torch does.
+NATIVE_BACKENDS = {"cpu": "reference", "cuda": "kernels"}
 
 
 def asks_for_replay(replay: str, architecture: str, *, drafts: bool) -> bool:
@@ -128,13 +132,19 @@ def _device(facts: ReplayFacts) -> Problem | None:
                 "add --enforce-eager, or set backend to 'auto'",
             )
         return None
-    if backend_of(facts) is not None:
-        return None
-    return Problem(
-        f"there are no ReplaySSM kernels for device type {facts.device!r} in this version",
-        "set replay to 'off', or for a slow but exact run backend to 'reference' with "
-        "--enforce-eager",
-    )
+    if backend_of(facts) is None:
+        return Problem(
+            f"there are no ReplaySSM kernels for device type {facts.device!r} in this version",
+            "set replay to 'off'",
+        )
+    if facts.capability is not None and facts.capability < MIN_CAPABILITY:
+        found, least = (".".join(map(str, pair)) for pair in (facts.capability, MIN_CAPABILITY))
+        return Problem(
+            f"the GPU's compute capability is {found}, and the ReplaySSM kernels need {least}",
+            "set replay to 'off', or for a slow but exact run backend to 'reference' with "
+            "--enforce-eager",
+        )
+    return None
 
 
 def _decode_kernel(facts: ReplayFacts) -> Problem | None:
@@ -197,6 +207,8 @@ def _parallel(facts: ReplayFacts) -> list[Problem]:
         for size, name, flag in sizes
         if size > 1
     ]
+    if facts.dp > 1 and not facts.eager and facts.vllm is not None:
+        found += _data_parallel(facts.dp, facts.vllm)
     if facts.dual_batch_overlap:
         found.append(
             Problem(
@@ -205,6 +217,18 @@ def _parallel(facts: ReplayFacts) -> list[Problem]:
             )
         )
     return found
+
+
+def _data_parallel(dp: int, vllm: str) -> list[Problem]:
+    if not versions.is_before(vllm, DP_GRAPHS_FROM):
+        return []
+    return [
+        Problem(
+            f"data parallelism is {dp} on vllm {vllm}, whose idle ranks plan their dummy steps "
+            "over the rows of live requests when full graphs are on",
+            f"add --enforce-eager, remove --data-parallel-size, or use vllm {DP_GRAPHS_FROM}",
+        )
+    ]
 
 
 def _page(facts: ReplayFacts) -> list[Problem]:

@@ -34,6 +34,14 @@ class Window:
         return self.supported.contains(version.public, prereleases=False)
 
 
+def is_before(found: str, version: str) -> bool:
+    """Whether `found` is older than `version`; not where it is no version at all."""
+    try:
+        return Version(found) < Version(version)
+    except InvalidVersion:
+        return False
+
+
 VLLM = Window("vllm", SpecifierSet(">=0.26.0,<0.26.1"))
 VLLM_GAUDI = Window("vllm-gaudi", SpecifierSet(">=0.26.0,<0.26.1"))
 # ReplaySSM needs no vllm-gaudi, so it follows vLLM by itself. The names and signatures that it uses

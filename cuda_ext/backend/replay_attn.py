@@ -10,6 +10,7 @@ gathers a state index for each draft, none of which a position-keyed ring needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,17 @@ from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionMetadataBuilder,
 )
 
-from cuda_ext.backend.step_plan import StepPlanner
+from cuda_ext.activation import active_backend, chunk_kernels
+from cuda_ext.backend.chunk_plan import plan_chunks
+from cuda_ext.backend.step_plan import StepPlanner, plan_step_torch
 from cuda_ext.ops.reference import StepRows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import MambaSpec
+
+    from cuda_ext.ops.chunk import ChunkRows
 
 
 @dataclass
@@ -36,10 +41,14 @@ class ReplayMetadata(GDNAttentionMetadata):
     Args:
         rows: the plan, in static buffers.
         max_rows: T_max; a request with more rows is in a prefill chunk.
+        step_rows: T of the longest request that is in none; 0 where all are.
+        chunks: the prefill chunks by themselves, for the kernels; None where there are none.
     """
 
     rows: StepRows = None  # type: ignore[assignment]
     max_rows: int = 0
+    step_rows: int = 0
+    chunks: ChunkRows | None = None
 
 
 class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
@@ -63,6 +72,15 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         # vLLM would reuse another group's metadata with this group's block table.
         self.supports_update_block_table = False
         self._planner: StepPlanner | None = None
+        self._plan_step: Callable[..., None] = plan_step_torch
+        self._chunk_kernels = chunk_kernels(vllm_config, self.gdn_prefill_backend)
+        self._chunk_rows: Callable[..., ChunkRows] | None = None
+        if active_backend(vllm_config) == "kernels":
+            # Both need Triton, which a CPU has no use for.
+            from cuda_ext.backend.chunk_rows import chunk_rows
+            from cuda_ext.ops.cursor import plan_step
+
+            self._plan_step, self._chunk_rows = plan_step, chunk_rows
 
     @property
     def planner(self) -> StepPlanner:
@@ -77,7 +95,9 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
             requests = max(
                 self.decode_cudagraph_max_bs, self.vllm_config.scheduler_config.max_num_seqs
             )
-            self._planner = StepPlanner(slots, requests, self.max_rows, torch.device(self.device))
+            self._planner = StepPlanner(
+                slots, requests, self.max_rows, torch.device(self.device), self._plan_step
+            )
         return self._planner
 
     def build(
@@ -134,10 +154,15 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         return self._metadata(common, self.planner.idle(common.num_reqs, common.query_start_loc))
 
     def _metadata(self, common: CommonAttentionMetadata, rows: StepRows) -> ReplayMetadata:
-        lens = common.query_start_loc_cpu.diff()
-        chunks = lens > self.max_rows
-        chunk_tokens = int(lens[chunks].sum())
-        num_chunks = int(chunks.sum())
+        row_start = common.query_start_loc_cpu
+        lens = row_start.diff()
+        plan = None
+        if bool((lens > self.max_rows).any()):
+            plan = plan_chunks(row_start.tolist(), self.max_rows)
+        num_chunks, chunk_tokens = (len(plan.requests), plan.tokens) if plan is not None else (0, 0)
+        chunks = None
+        if plan is not None and self._chunk_rows is not None:
+            chunks = self._chunk_rows(plan, rows, self._chunk_kernels)
         return ReplayMetadata(
             num_prefills=num_chunks,
             num_prefill_tokens=chunk_tokens,
@@ -148,6 +173,8 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
             num_actual_tokens=common.num_actual_tokens,
             rows=rows,
             max_rows=self.max_rows,
+            step_rows=int(lens.where(lens <= self.max_rows, 0).max()),
+            chunks=chunks,
         )
 
 

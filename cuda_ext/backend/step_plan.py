@@ -1,11 +1,14 @@
-"""The cursor of every slot of one KV group, and the plan of a step in static buffers; in torch.
+"""The cursor of every slot of one KV group, and the plan of a step in static buffers.
 
 The same definition as `cuda_ext/cursor.py`, for all rows of a batch at once and without reading
-anything back to the host. The buffers keep their addresses, so that a captured graph reads each
-step's plan from them; planning itself runs outside the graph.
+anything back to the host: in torch here, on a GPU by one small kernel (cuda_ext/ops/cursor.py). The
+buffers keep their addresses, so that a captured graph reads each step's plan from them; planning
+itself runs outside the graph.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -60,10 +63,19 @@ class StepPlanner:
         max_requests: N at most, padding of graphs counted in.
         max_rows: T_max.
         device: of the buffers.
+        plan_step: what plans a step, `plan_step_torch` or `plan_step` of cuda_ext/ops/cursor.py.
     """
 
-    def __init__(self, slots: int, max_requests: int, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: int,
+        max_requests: int,
+        max_rows: int,
+        device: torch.device,
+        plan_step: Callable[..., None] = plan_step_torch,
+    ) -> None:
         self.max_rows = max_rows
+        self._plan_step = plan_step
         # A slot that no request has used yet must not pass for one that covers something.
         self.cursor = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self.cursor[NULL_SLOT] = 0
@@ -103,7 +115,7 @@ class StepPlanner:
         *,
         inert: bool = False,
     ) -> None:
-        plan_step_torch(
+        self._plan_step(
             slots,
             seq_lens,
             row_start,

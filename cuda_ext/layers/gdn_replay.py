@@ -20,13 +20,13 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 
-from cuda_ext.activation import active_layout, torch_dtypes
+from cuda_ext.activation import active_backend, active_layout, chunk_kernels, torch_dtypes
 from cuda_ext.backend.replay_attn import ReplayBackend, ReplayMetadata
 from cuda_ext.compat.page_binding import WatchedPages
-from cuda_ext.ops import reference
+from cuda_ext.layers.steps import ReferenceSteps, Steps, layer_pages
+from cuda_ext.ops.reference import Weights
 from cuda_ext.refusals import refuse
 from cuda_ext.ring import GdnHeads, PageLayout
 from cuda_ext.startup import announce
@@ -57,7 +57,7 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
     """
 
     replay: PageLayout | None = None
-    _native_states = False
+    _rehearsed = False
 
     def __init__(self, config: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         # Before vLLM's own constructor, which asks methods below.
@@ -66,28 +66,41 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
         if self.replay is None:
             return
         self._vllm_config = vllm_config
-        self.heads = GdnHeads(
-            self.num_k_heads,
-            self.num_v_heads,
-            self.head_k_dim,
-            self.head_v_dim,
-            self.conv_kernel_size,
-        ).shard(self.tp_size)
+        self._steps = self._make_steps()
         if current_platform.is_cpu():
             # vLLM's CPU path calls its own core by an operator of its own; this one ends in
             # `_forward_core` on every platform.
             self._forward_method = self.forward_cuda
             self.conv1d.quant_method = PlainWeight()
 
+    def _make_steps(self) -> Steps:
+        heads = GdnHeads(
+            self.num_k_heads,
+            self.num_v_heads,
+            self.head_k_dim,
+            self.head_v_dim,
+            self.conv_kernel_size,
+        ).shard(self.tp_size)
+        if active_backend(self._vllm_config) == "reference":
+            return ReferenceSteps(heads)
+        # Needs Triton, which a CPU has no use for.
+        from cuda_ext.layers.kernel_steps import KernelSteps
+
+        return KernelSteps(
+            heads,
+            self.chunk_gated_delta_rule,
+            chunk_kernels(self._vllm_config, self.gdn_prefill_backend),
+        )
+
     def get_state_shape(self) -> Any:
         """Shapes of the page's states, in page order (cuda_ext/ring.py)."""
-        if self.replay is None or self._native_states:
+        if self.replay is None:
             return super().get_state_shape()
         return self.replay.shapes
 
     def get_state_dtype(self) -> Any:
         """torch dtypes of those states."""
-        if self.replay is None or self._native_states:
+        if self.replay is None:
             return super().get_state_dtype()
         return torch_dtypes(self.replay)
 
@@ -129,14 +142,6 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
             return super()._fused_gdn_decode_unsupported_reason(vllm_config)
         return "ReplaySSM keeps one state, and that kernel writes one for each row"
 
-    def _warmup_prefill_kernels(self, *args: Any) -> None:
-        # vLLM unpacks exactly two state dtypes there.
-        self._native_states = True
-        try:
-            super()._warmup_prefill_kernels(*args)
-        finally:
-            self._native_states = False
-
     def _forward_core(
         self,
         mixed_qkv: torch.Tensor,
@@ -153,6 +158,7 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
 
         Raises:
             RuntimeError: a slot's position does not fit its ring, which would be a wrong answer.
+                The kernels can't raise, and answer NaN.
         """
         if self.replay is None:
             return super()._forward_core(mixed_qkv, b, a, core_attn_out)
@@ -160,33 +166,38 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
         if isinstance(metadata, dict):
             metadata = metadata.get(self.prefix)
         if metadata is None:
-            # A profiling run, before there is a cache.
-            if not current_platform.is_cpu():
-                self._warmup_prefill_kernels(mixed_qkv, 0)
+            self._rehearse(mixed_qkv, a, b, core_attn_out)
             return None
         assert isinstance(metadata, ReplayMetadata), type(metadata)
-        reference.replay_step(
-            self._pages(),
-            self._weights(),
-            self.heads,
-            mixed_qkv,
-            a,
-            b,
-            metadata.rows,
-            metadata.max_rows,
-            core_attn_out,
+        self._steps.run(
+            layer_pages(self.kv_cache), self._weights(), mixed_qkv, a, b, metadata, core_attn_out
         )
         return None
 
-    def _pages(self) -> reference.Pages:
-        conv, *states = self.kv_cache
-        if is_conv_state_dim_first():
-            conv = conv.transpose(-1, -2)
-        return reference.Pages(conv, *states)
+    def _rehearse(
+        self, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """In vLLM's profiling run, before there is a cache."""
+        if self._rehearsed or current_platform.is_cpu():
+            return
+        self._rehearsed = True
+        # Layers run one after the other in one memory, and are compiled for the same shapes.
+        if self.prefix == next(iter(gdn_layers(self._vllm_config))):
+            assert self.replay is not None
+            self._steps.rehearse(
+                self.replay,
+                self._weights(),
+                mixed_qkv,
+                a,
+                b,
+                out,
+                self._vllm_config.num_speculative_tokens + 1,
+                self._vllm_config.scheduler_config.max_num_seqs,
+            )
 
-    def _weights(self) -> reference.Weights:
+    def _weights(self) -> Weights:
         weight = self.conv1d.weight
-        return reference.Weights(
+        return Weights(
             conv_weight=weight.view(weight.size(0), weight.size(-1)),
             conv_bias=self.conv1d.bias,
             A_log=self.A_log,

@@ -58,6 +58,7 @@ LAYER = f"{GDN}.QwenGatedDeltaNetAttention"
 BACKEND = "vllm.v1.attention.backends.gdn_attn"
 BUILDER = f"{BACKEND}.GDNAttentionMetadataBuilder"
 MAMBA = "vllm.model_executor.layers.mamba"
+FLA = "vllm.third_party.flash_linear_attention.ops"
 ARGS = "vllm.engine.arg_utils.EngineArgs"
 SPECS = "vllm.v1.kv_cache_interface"
 MODELS = "vllm.model_executor.models"
@@ -283,7 +284,7 @@ SYMBOLS = [
             "additional_config",
             "compilation_config",
         ),
-        has=("max_in_flight_tokens",),
+        has=("max_in_flight_tokens", "num_speculative_tokens"),
     ),
     Symbol(
         "vllm.config.model.ModelConfig",
@@ -318,6 +319,7 @@ SYMBOLS = [
             "pipeline_parallel_size",
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
+            "data_parallel_size",
             "enable_dbo",
             "worker_extension_cls",
         ),
@@ -331,6 +333,54 @@ SYMBOLS = [
     Symbol("vllm.config.kv_transfer.KVTransferConfig", fields=("kv_connector",)),
     Symbol("vllm.config.scheduler.SchedulerConfig", fields=("max_num_seqs",)),
     Symbol("vllm.config.compilation.CompilationConfig", fields=("static_forward_context",)),
+    Symbol("vllm.platforms.interface.Platform.is_rocm", calls=("self",)),
+    Symbol("vllm.platforms.interface.Platform.is_cuda", calls=("self",)),
+    Symbol("vllm.platforms.interface.Platform.get_device_capability", calls=("cls",)),
+    Symbol("vllm.platforms.interface.DeviceCapability", fields=("major", "minor")),
+    # layers/kernel_steps.py and ops/chunk.py
+    Symbol(f"{LAYER}.__init__", sets=("chunk_gated_delta_rule", "gdn_prefill_backend")),
+    Symbol(f"{BUILDER}.__init__", sets=("gdn_prefill_backend",)),
+    Symbol(
+        f"{GDN}.ChunkGatedDeltaRule.forward_native",
+        calls=(
+            "self",
+            "q",
+            "k",
+            "v",
+            "g",
+            "beta",
+            "initial_state",
+            "output_final_state",
+            "cu_seqlens",
+            "chunk_indices",
+            "chunk_offsets",
+            "use_qk_l2norm_in_kernel",
+        ),
+    ),
+    Symbol(
+        f"{FLA}.fused_post_conv_prep",
+        calls=(
+            "conv_output",
+            "a",
+            "b",
+            "A_log",
+            "dt_bias",
+            "num_k_heads",
+            "head_k_dim",
+            "head_v_dim",
+            "apply_l2norm",
+            "output_g_exp",
+        ),
+    ),
+    # compat/chunk_metadata.py
+    Symbol(f"{FLA}.utils.FLA_CHUNK_SIZE", value=64),
+    Symbol(f"{FLA}.index.prepare_chunk_indices", calls=("cu_seqlens", "chunk_size")),
+    Symbol(f"{FLA}.index.prepare_chunk_offsets", calls=("cu_seqlens", "chunk_size")),
+    Symbol("vllm.utils.torch_utils.async_tensor_h2d", calls=("data", "device", "dtype")),
+    Symbol(
+        f"{MAMBA}.ops.gdn_chunk_cutedsl.prepare_metadata_cutedsl",
+        calls=("cu_seqlens", "total_tokens", "chunk_size"),
+    ),
     # bench/kernel.py, which is run with 0.31.0 alone: 0.26.0 has no `out`, and on a CPU vLLM puts
     # a function with fewer parameters there.
     Symbol(

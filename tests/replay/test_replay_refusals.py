@@ -49,7 +49,16 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"native_flag": True},
         ["--use-replayssm is set", "remove --use-replayssm"],
     ),
-    "device": ({"device": "tpu"}, ["'tpu'", "'off'", "--enforce-eager"]),
+    "device": ({"device": "tpu"}, ["'tpu'", "'off'"]),
+    "AMD's GPUs": ({"device": "rocm"}, ["'rocm'", "'off'"]),
+    "an old GPU": (
+        {"device": "cuda", "capability": (7, 5)},
+        ["is 7.5", "need 8.0", "'off'", "'reference'", "--enforce-eager"],
+    ),
+    "data parallelism with graphs of 0.26.0": (
+        {"dp": 2, "vllm": "0.26.0"},
+        ["data parallelism is 2", "vllm 0.26.0", "--enforce-eager", "vllm 0.31.0"],
+    ),
     "reference on another device": (
         {"device": "tpu", "options": ExtOptions(backend="reference"), "eager": True},
         ["'tpu'", "reference", "cpu, cuda", "'off'"],
@@ -224,6 +233,16 @@ def test_states_may_be_fp32_or_bf16(dtype: str) -> None:
 def test_a_reference_run_on_a_gpu_is_possible_without_graphs() -> None:
     reference = ExtOptions(backend="reference")
     assert replay_problems(facts(device="cuda", options=reference, eager=True)) == []
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (10, 0), (12, 0)])
+def test_gpus_since_ampere_are_served(capability: tuple[int, int] | None) -> None:
+    assert replay_problems(facts(device="cuda", capability=capability)) == []
+
+
+@pytest.mark.parametrize("change", [{"eager": True}, {"vllm": "0.31.0"}, {"dp": 1}], ids=repr)
+def test_data_parallelism_is_served_where_dummy_steps_touch_no_row(change: dict[str, Any]) -> None:
+    assert replay_problems(facts(**{"dp": 2, "vllm": "0.26.0"} | change)) == []
 
 
 @pytest.mark.parametrize("method", ["dflash", "mtp", "ngram", "suffix", "custom_class"])

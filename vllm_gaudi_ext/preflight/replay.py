@@ -86,6 +86,7 @@ def _facts(
         state_dtype=deployment.state_dtype,
         tp=deployment.tp,
         pp=size("pipeline_parallel_size"),
+        dp=size("data_parallel_size"),
         dcp=size("decode_context_parallel_size"),
         pcp=size("prefill_context_parallel_size"),
         prefix_caching=bool(getattr(parsed, "enable_prefix_caching", None)),

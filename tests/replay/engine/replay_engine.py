@@ -1,6 +1,7 @@
-"""Starts the real vLLM engine for CPUs with ReplaySSM, drives it step by step, and looks into it.
+"""Starts the real vLLM engine with ReplaySSM, drives it step by step, and looks into it.
 
-`activate()` must come before the first import of vllm. One engine at a time.
+On a GPU where there is one, else vLLM's engine for CPUs. `activate()` must come before the first
+import of vllm. One engine at a time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 """What the engine process needs; a value that is already set wins, but for the first two."""
+
+ON_GPU = torch.cuda.is_available()
+GPU_ENVIRONMENT = {
+    # vLLM's attention in Triton would else round float32 to TF32.
+    "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 
 TOLERANCE = 1e-4
 """Largest log-probability difference between two ways to compute the same tokens in fp32.
@@ -74,6 +82,13 @@ OPTIONS: dict[str, Any] = {
 }
 """What an engine gets unless told otherwise."""
 
+GPU_OPTIONS: dict[str, Any] = {
+    # FlashAttention knows no float32.
+    "attention_config": {"backend": "TRITON_ATTN"},
+    # Several test processes share the card.
+    "gpu_memory_utilization": 0.08,
+}
+
 WITHOUT_DRAFTS: dict[str, Any] = {"additional_config": {"gaudi_ext": {"replay": "on"}}}
 
 
@@ -87,7 +102,7 @@ def oracle(drafts: int, texts: Path) -> dict[str, Any]:
 
 def activate() -> None:
     """Set this process up."""
-    wanted = ENVIRONMENT | dict(os.environ)
+    wanted = ENVIRONMENT | (GPU_ENVIRONMENT if ON_GPU else {}) | dict(os.environ)
     for name in ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         wanted[name] = ENVIRONMENT[name]
     os.environ.update(wanted)
@@ -122,9 +137,15 @@ class Engine:
     def __init__(self, model: Path, **options: Any) -> None:
         from vllm import LLM
 
-        _keep_kernel_overrides()
+        options = OPTIONS | (GPU_OPTIONS if ON_GPU else {}) | options
+        if ON_GPU:
+            # FlashInfer's chunk kernels know no float32 either, and need not be installed.
+            mine = options.get("additional_config", {})
+            options["additional_config"] = {"gdn_prefill_backend": "triton"} | mine
+        else:
+            _keep_kernel_overrides()
         try:
-            self.llm: Any = LLM(model=str(model), **OPTIONS | options)
+            self.llm: Any = LLM(model=str(model), **options)
         except BaseException:
             _clean_process()
             raise
@@ -424,8 +445,9 @@ def page_views(engine: Engine) -> list[torch.Tensor]:
 
 def fill(engine: Engine, blocks: Sequence[int], value: float) -> None:
     """Overwrites all states of all GDN layers in `blocks`."""
-    index = torch.tensor(blocks, dtype=torch.long)
-    for view in page_views(engine):
+    views = page_views(engine)
+    index = torch.tensor(blocks, dtype=torch.long, device=views[0].device)
+    for view in views:
         view[index] = value
 
 
