@@ -21,7 +21,6 @@ from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionMetadataBuilder,
 )
 
-from cuda_ext.activation import active_backend, chunk_kernels
 from cuda_ext.backend.chunk_plan import plan_chunks
 from cuda_ext.backend.step_plan import StepPlanner, plan_step_torch
 from cuda_ext.ops.reference import StepRows
@@ -73,9 +72,10 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         self.supports_update_block_table = False
         self._planner: StepPlanner | None = None
         self._plan_step: Callable[..., None] = plan_step_torch
-        self._chunk_kernels = chunk_kernels(vllm_config, self.gdn_prefill_backend)
         self._chunk_rows: Callable[..., ChunkRows] | None = None
-        if active_backend(vllm_config) == "kernels":
+        layer = self.compilation_config.static_forward_context[layer_names[0]]
+        self._chunk_kernels = layer.chunk_kernels
+        if layer.replay_backend == "kernels":
             # Both need Triton, which a CPU has no use for.
             from cuda_ext.backend.chunk_rows import chunk_rows
             from cuda_ext.ops.cursor import plan_step

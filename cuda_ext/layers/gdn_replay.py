@@ -53,7 +53,9 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
     """A GDN layer with ReplaySSM, or vLLM's own where that is not active.
 
     Attributes:
-        replay: the layer's page; None where vLLM's own layer serves.
+        replay: the layer's page; None where vLLM's own layer serves, and there are no others.
+        replay_backend: what computes its steps, "kernels" or "reference".
+        chunk_kernels: what computes its prefill chunks, see `activation.chunk_kernels`.
     """
 
     replay: PageLayout | None = None
@@ -66,6 +68,8 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
         if self.replay is None:
             return
         self._vllm_config = vllm_config
+        self.replay_backend = active_backend(vllm_config)
+        self.chunk_kernels = chunk_kernels(vllm_config, self.gdn_prefill_backend)
         self._steps = self._make_steps()
         if current_platform.is_cpu():
             # vLLM's CPU path calls its own core by an operator of its own; this one ends in
@@ -81,16 +85,12 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
             self.head_v_dim,
             self.conv_kernel_size,
         ).shard(self.tp_size)
-        if active_backend(self._vllm_config) == "reference":
+        if self.replay_backend == "reference":
             return ReferenceSteps(heads)
         # Needs Triton, which a CPU has no use for.
         from cuda_ext.layers.kernel_steps import KernelSteps
 
-        return KernelSteps(
-            heads,
-            self.chunk_gated_delta_rule,
-            chunk_kernels(self._vllm_config, self.gdn_prefill_backend),
-        )
+        return KernelSteps(heads, self.chunk_gated_delta_rule, self.chunk_kernels)
 
     def get_state_shape(self) -> Any:
         """Shapes of the page's states, in page order (cuda_ext/ring.py)."""

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT: dict[str, Any] = PYPROJECT["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+STAT_LOGGERS = "vllm.stat_logger_plugins"
 SOURCES = sorted(
     file for package in ("vllm_gaudi_ext", "cuda_ext") for file in (ROOT / package).rglob("*.py")
 )
@@ -42,10 +43,11 @@ def test_the_distribution_is_named_and_versioned_as_the_package_says() -> None:
     assert getattr(importlib.import_module(module), name) == vllm_gaudi_ext.__version__
 
 
-def test_both_entry_points_have_the_name_that_vllm_plugins_selects() -> None:
+def test_all_entry_points_have_the_name_that_vllm_plugins_selects() -> None:
     assert PROJECT["entry-points"] == {
         "vllm.platform_plugins": {"gaudi_ext": "vllm_gaudi_ext.plugin:register_platform"},
         "vllm.general_plugins": {"gaudi_ext": "vllm_gaudi_ext.plugin:register_general"},
+        STAT_LOGGERS: {"gaudi_ext": "cuda_ext.metrics.stat_logger:ReplayStatLogger"},
     }
     assert PROJECT["scripts"] == {"gaudi-ext": "vllm_gaudi_ext.cli:main"}
 
@@ -54,12 +56,26 @@ def test_both_entry_points_have_the_name_that_vllm_plugins_selects() -> None:
     "target",
     [
         *PROJECT["scripts"].values(),
-        *(t for group in PROJECT["entry-points"].values() for t in group.values()),
+        *(
+            target
+            for name, group in PROJECT["entry-points"].items()
+            if name != STAT_LOGGERS
+            for target in group.values()
+        ),
     ],
 )
 def test_entry_points_lead_to_functions(target: str) -> None:
     module, _, function = target.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_stat_loggers_entry_point_leads_to_a_class() -> None:
+    """Read only: the class derives from one of vLLM's, which need not be installed."""
+    (target,) = PROJECT["entry-points"][STAT_LOGGERS].values()
+    module, _, name = target.partition(":")
+    source = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    assert name in [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def test_the_extras_are_cuda_cpu_plot_and_test() -> None:

@@ -149,6 +149,8 @@ SYMBOLS = [
             "A_log",
             "dt_bias",
             "activation",
+            "chunk_gated_delta_rule",
+            "gdn_prefill_backend",
             "_forward_method",
         ),
     ),
@@ -271,6 +273,30 @@ SYMBOLS = [
         has=("page_size_bytes",),
     ),
     Symbol("vllm.logger.init_logger", calls=("name",)),
+    # metrics/
+    Symbol("vllm.plugins.STAT_LOGGER_PLUGINS_GROUP", value="vllm.stat_logger_plugins"),
+    Symbol("vllm.v1.metrics.loggers.AggregateStatLoggerBase"),
+    Symbol(
+        "vllm.v1.metrics.loggers.AggregateStatLoggerBase.__init__",
+        calls=("self", "vllm_config", "engine_indexes"),
+    ),
+    Symbol(
+        "vllm.v1.metrics.stats.SchedulerStats", fields=("num_running_reqs", "spec_decoding_stats")
+    ),
+    Symbol(
+        "vllm.v1.spec_decode.metrics.SpecDecodingStats",
+        fields=(
+            "num_drafts",
+            "num_draft_tokens",
+            "num_accepted_tokens",
+            "num_accepted_tokens_per_pos",
+        ),
+    ),
+    Symbol(
+        "vllm.v1.metrics.stats.IterationStats",
+        sets=("inter_token_latencies_iter", "finished_requests"),
+    ),
+    Symbol("vllm.v1.metrics.stats.FinishedRequestStats", fields=("num_generation_tokens",)),
     # facts.py and activation.py
     Symbol(
         "vllm.config.VllmConfig",
@@ -336,10 +362,8 @@ SYMBOLS = [
     Symbol("vllm.platforms.interface.Platform.is_rocm", calls=("self",)),
     Symbol("vllm.platforms.interface.Platform.is_cuda", calls=("self",)),
     Symbol("vllm.platforms.interface.Platform.get_device_capability", calls=("cls",)),
-    Symbol("vllm.platforms.interface.DeviceCapability", fields=("major", "minor")),
+    Symbol("vllm.platforms.interface.DeviceCapability", has=("major", "minor")),
     # layers/kernel_steps.py and ops/chunk.py
-    Symbol(f"{LAYER}.__init__", sets=("chunk_gated_delta_rule", "gdn_prefill_backend")),
-    Symbol(f"{BUILDER}.__init__", sets=("gdn_prefill_backend",)),
     Symbol(
         f"{GDN}.ChunkGatedDeltaRule.forward_native",
         calls=(
@@ -377,9 +401,24 @@ SYMBOLS = [
     Symbol(f"{FLA}.index.prepare_chunk_indices", calls=("cu_seqlens", "chunk_size")),
     Symbol(f"{FLA}.index.prepare_chunk_offsets", calls=("cu_seqlens", "chunk_size")),
     Symbol("vllm.utils.torch_utils.async_tensor_h2d", calls=("data", "device", "dtype")),
+    # bench/serve and bench/copy_task, which drive a whole engine
+    *(
+        Symbol(f"vllm.{name}")
+        for name in (
+            "LLM",
+            "SamplingParams",
+            "engine.arg_utils",
+            "sampling_params.RequestOutputKind",
+            "tokenizers.get_tokenizer",
+            "usage.usage_lib.UsageContext",
+            "utils.argparse_utils.FlexibleArgumentParser",
+            "v1.engine.llm_engine",
+            "v1.engine.llm_engine.LLMEngine",
+        )
+    ),
     Symbol(
-        f"{MAMBA}.ops.gdn_chunk_cutedsl.prepare_metadata_cutedsl",
-        calls=("cu_seqlens", "total_tokens", "chunk_size"),
+        "vllm.v1.core.kv_cache_utils.get_max_concurrency_for_kv_cache_config",
+        calls=("vllm_config", "kv_cache_config"),
     ),
     # bench/kernel.py, which is run with 0.31.0 alone: 0.26.0 has no `out`, and on a CPU vLLM puts
     # a function with fewer parameters there.
@@ -415,6 +454,14 @@ SYMBOLS = [
 ]
 NAMES = [symbol.name for symbol in SYMBOLS]
 # Looked up for a test of its own.
+NEEDS_CUTLASS = {
+    f"{MAMBA}.ops.gdn_chunk_cutedsl.prepare_metadata_cutedsl": (
+        "cu_seqlens",
+        "total_tokens",
+        "chunk_size",
+    )
+}
+"""Functions of modules that are for some GPUs only, with the parameters that we give them."""
 EXTRA = [
     f"{MODELS}.{module}.{model}"
     for model, module in (
@@ -452,8 +499,27 @@ def imported(path: Path) -> set[str]:
 def test_every_name_that_is_imported_of_vllm_stands_in_the_table() -> None:
     found = {name: path.name for path in EXT.rglob("*.py") for name in imported(path)}
     assert len(found) > 15
-    missing = {name: file for name, file in found.items() if name not in NAMES}
+    known = {*NAMES, *NEEDS_CUTLASS, "vllm"}
+    missing = {name: file for name, file in found.items() if name not in known}
     assert not missing
+
+
+@each_version
+def test_what_cannot_be_imported_here_is_there(
+    vllm_files: Callable[[str], Path], version: str
+) -> None:
+    """Its source is read instead."""
+    for name, calls in NEEDS_CUTLASS.items():
+        *package, function = name.split(".")
+        text = vllm_files(version).joinpath(*package, "__init__.py").read_text(encoding="utf-8")
+        (found,) = (
+            node
+            for node in ast.parse(text).body
+            if isinstance(node, ast.FunctionDef) and node.name == function
+        )
+        names = [argument.arg for argument in found.args.args]
+        assert names[: len(calls)] == list(calls)
+        assert len(names) - len(found.args.defaults) <= len(calls)
 
 
 def test_versions_of_the_table_are_those_that_are_served() -> None:

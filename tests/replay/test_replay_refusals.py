@@ -188,10 +188,14 @@ def test_auto_without_drafts_starts_stock_vllm_too(name: str) -> None:
 
 
 def test_all_problems_are_told_at_once_and_numbered() -> None:
-    # vLLM's flag is told with its own replay, a device's by its backend, and there is no page to
-    # lay out while a dtype or the number of drafts is wrong.
+    # vLLM's flag is told with its own replay, a device's by its backend or for another device, a
+    # version has one fault of its own, and there is no page to lay out while a dtype or the number
+    # of drafts is wrong.
     alone = {
         "vllm's own flag",
+        "AMD's GPUs",
+        "an old GPU",
+        "data parallelism with graphs of 0.26.0",
         "reference on another device",
         "reference in graphs",
         "heads and ranks",

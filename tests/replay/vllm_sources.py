@@ -23,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("cuda_ext.backend.replay_attn", "cuda_ext.layers.gdn_replay", "cuda_ext.startup")
+OURS = (
+    "cuda_ext.backend.replay_attn",
+    "cuda_ext.layers.gdn_replay",
+    "cuda_ext.metrics.stat_logger",
+    "cuda_ext.startup",
+)
 
 
 def ask(folder: Path, names: Iterable[str]) -> dict[str, Any]:
@@ -291,7 +296,8 @@ def planning() -> dict[str, Any]:
     config.compilation_config.max_cudagraph_capture_size = None
     config.parallel_config.decode_context_parallel_size = 1
     pages = torch.zeros(6, 2), torch.zeros(6, 4, 4)
-    config.compilation_config.static_forward_context = {name: MagicMock(kv_cache=pages)}
+    layer = MagicMock(kv_cache=pages, replay_backend="reference")
+    config.compilation_config.static_forward_context = {name: layer}
     spec = MambaSpec(
         block_size=64,
         shapes=((2,), (4, 4)),

@@ -37,7 +37,7 @@ class Case:
         graphs: options that choose the graphs.
         runner: module of the model runner that must serve.
         synchronous: whether scheduling waits for each step.
-        blocks: of the pool; few make vLLM preempt.
+        storm: whether every running request is preempted again and again.
     """
 
     method: Callable[..., dict[str, Any]] | None
@@ -45,7 +45,7 @@ class Case:
     graphs: dict[str, Any]
     runner: str = V2
     synchronous: bool = False
-    blocks: int = 64
+    storm: bool = False
 
 
 CASES = {
@@ -54,7 +54,7 @@ CASES = {
     "dflash-both": Case(dflash, 15, BOTH),
     "dflash-piecewise": Case(dflash, 7, PIECEWISE),
     "dflash-full-24": Case(dflash, 24, FULL),
-    "dflash-full-storm": Case(dflash, 7, FULL, blocks=17),
+    "dflash-full-storm": Case(dflash, 7, FULL, storm=True),
     "mtp-both": Case(mtp, 3, BOTH),
     "oracle-full": Case(None, 15, FULL, runner=V1),
     "oracle-both": Case(None, 7, BOTH, runner=V1),
@@ -89,17 +89,8 @@ def test_graphs_change_no_token(
     engines: Any, texts: Callable[..., Any], models: Callable[[Any], Path], name: str
 ) -> None:
     case = CASES[name]
-    model = MODEL if case.method is not None else replay_engine.SMALL
-    if case.blocks < 64:
-        model = replay_engine.SMALL
-    known = (
-        texts(MODEL, lengths=LENGTHS, answer=32) if model is MODEL else texts(replay_engine.SMALL)
-    )
-    options: dict[str, Any] = {
-        "enforce_eager": False,
-        "num_gpu_blocks_override": case.blocks,
-        **case.graphs,
-    }
+    known = texts(MODEL, lengths=LENGTHS, answer=32)
+    options: dict[str, Any] = {"enforce_eager": False, **case.graphs}
     if case.synchronous:
         options["async_scheduling"] = False
     if case.method is None:
@@ -109,27 +100,33 @@ def test_graphs_change_no_token(
         options["additional_config"] = oracle_drafter.additional_config(known.file, **uniform)
     else:
         options["speculative_config"] = case.method(models, case.drafts)
-    lengths = LENGTHS if model is MODEL else [90, 96, 127, 8, 200, 65, 170, 72]
-    engine = engines(model, **options)
+    engine = engines(MODEL, **options)
     assert type(engine.runner).__module__ == case.runner
     asynchronous = engine.config.scheduler_config.async_scheduling
     assert asynchronous == (case.runner == V2 and not case.synchronous)
     layers = engine.gdn_layers()
     assert all(type(layer._steps).__name__ == "KernelSteps" for layer in layers)
+    run = replay_engine.Requests(engine)
+    for length in LENGTHS:
+        run.add(str(length), known.prompt(length), len(known.answers[length].tokens))
+    step = 0
     with (
         replay_engine.planned(engine) as plans,
         replay_engine.preemptions(engine) as preempted,
         replays() as graphs,
     ):
-        results = engine.run(
-            [known.prompt(length) for length in lengths],
-            max_tokens=[len(known.answers[length].tokens) for length in lengths],
-        )
-    worst = replay_engine.assert_equal(dict(zip(lengths, results, strict=True)), known.answers)
+        while run.unfinished:
+            run.step()
+            step += 1
+            if case.storm and step % 9 == 0 and step <= 45:
+                replay_engine.reset_running(engine)
+    results = {length: run.result(str(length)) for length in LENGTHS}
+    worst = replay_engine.assert_equal(results, known.answers)
     reached = plans.reached()
     print(f"{name}: {worst:.1e}, {graphs.count} graphs, {preempted.count} preemptions")
     print(dict(reached))
     for path in ("folds", "drafts rejected", "mixed batches"):
         assert reached[path] > 0, f"no step reached: {path}"
+    assert all(len(results[n].tokens) == len(known.answers[n].tokens) for n in LENGTHS)
     assert graphs.count > 0
-    assert bool(preempted.count) == (case.blocks < 64)
+    assert bool(preempted.count) == case.storm
