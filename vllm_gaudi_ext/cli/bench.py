@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +13,25 @@ bench = typer.Typer(
 )
 
 
-@bench.callback()
-def _root() -> None:
-    """Keep the sub-command, also while there is only one."""
+class Mode(str, Enum):
+    """What serves."""
+
+    engine = "engine"
+    server = "server"
+
+
+class Interleave(str, Enum):
+    """How two arms share a device."""
+
+    sleep = "sleep"
+    restart = "restart"
+
+
+class Side(str, Enum):
+    """One of the two arms."""
+
+    stock = "stock"
+    replay = "replay"
 
 
 @bench.command()
@@ -42,3 +59,75 @@ def kernel(
         raise typer.Exit(2) from None
     arguments = ["--out", str(out), "--repeats", str(repeats), "--longest", str(longest)]
     raise typer.Exit(main(arguments + (["--commit", commit] if commit else [])))
+
+
+@bench.command()
+def serve(
+    config: Annotated[
+        str | None, typer.Argument(help="A YAML, or a packaged one: h200-4b, h200-35b.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for NAME.json, NAME.png and logs.")] = Path(
+        "bench-results"
+    ),
+    mode: Annotated[
+        Mode, typer.Option(help="Engines in child processes, or real servers and vLLM's client.")
+    ] = Mode.engine,
+    interleave: Annotated[
+        Interleave | None,
+        typer.Option(help="Both arms alive and one asleep, or one after the other."),
+    ] = None,
+    arm: Annotated[
+        Side | None, typer.Option(help="Only this one, for a result to be merged.")
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Closed-loop points instead of the YAML's: 16,64,256.")
+    ] = None,
+    output_tokens: Annotated[
+        str | None, typer.Option(help="Output lengths instead of the YAML's: 512,3072.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each point and arm.")] = 1,
+    budget_s: Annotated[
+        float | None, typer.Option(min=1, help="Seconds; a point that would pass is left out.")
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option(help="A word that results of one arm each must share.")
+    ] = None,
+    merge: Annotated[
+        list[Path] | None, typer.Option(help="Results of one arm each, of one session.")
+    ] = None,
+    collect: Annotated[
+        list[Path] | None, typer.Option(help="Results of both arms each, of other points.")
+    ] = None,
+    checks: Annotated[
+        Path | None, typer.Option(help="JSON list of checks made elsewhere, for the gate.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Of the servers, in server mode.")] = 8017,
+    commit: Annotated[str | None, typer.Option(help="For the record, where git can't say.")] = None,
+) -> None:
+    """Serving with ReplaySSM against stock vLLM, both arms from one YAML, in turns.
+
+    Ratios are made only where the correctness gate is green. The exit code is 0 then, 1 with a red
+    gate or where the run ended early, and 2 where what was asked can't be done.
+    """
+    from cuda_ext.bench.serve.run import main
+
+    given: dict[str, object] = {
+        "out": out,
+        "mode": mode.value,
+        "interleave": interleave and interleave.value,
+        "arm": arm and arm.value,
+        "concurrency": concurrency,
+        "output-tokens": output_tokens,
+        "repeats": repeats,
+        "budget-s": budget_s,
+        "session": session,
+        "checks": checks,
+        "port": port,
+        "commit": commit,
+    }
+    arguments = [config] if config else []
+    for name, value in given.items():
+        arguments += [] if value is None else [f"--{name}", str(value)]
+    for name, paths in (("merge", merge), ("collect", collect)):
+        arguments += [f"--{name}", *map(str, paths)] if paths else []
+    raise typer.Exit(main(arguments))

@@ -1,0 +1,1 @@
+"""`gaudi-ext bench serve`: stock vLLM and ReplaySSM side by side, from one YAML."""

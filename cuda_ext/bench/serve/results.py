@@ -1,0 +1,344 @@
+"""The result file: what was measured, where it comes from, and ratios where the gate is green.
+
+It is written whole after every step, so that a run that is killed keeps what it has. Two results of
+one arm each become one where machine, versions, flags and session are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cuda_ext.bench.serve.checks import Check, gate_checks, is_green
+from cuda_ext.bench.serve.config import ARMS, BenchConfig
+from cuda_ext.bench.serve.load import Point, points
+from cuda_ext.bench.serve.measure import Run, figures
+
+RATIOS = {
+    # figure: whether ReplaySSM's stands above the line.
+    "output_tok_s": True,
+    "ttft_p50_s": False,
+    "ttft_p99_s": False,
+    "tpot_p50_ms": False,
+    "e2e_p50_s": False,
+}
+_MUST_AGREE = ("machine", "versions", "session", "mode")
+
+
+class MergeRefused(ValueError):
+    """Results that are not two arms of one run; lists every difference."""
+
+
+@dataclass
+class Results:
+    """All that a run has found so far.
+
+    Args:
+        config: of the benchmark.
+        origin: provenance, `session` and `mode`.
+        facts, gates: of each arm.
+        runs: in the order in which they were made.
+        left_out: what the budget did not allow, in words.
+        extra: checks made elsewhere.
+        failure: why the run ended early.
+    """
+
+    config: BenchConfig
+    origin: dict[str, Any]
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    extra: list[Check] = field(default_factory=list)
+    failure: str | None = None
+
+    def checks(self) -> list[Check]:
+        """The gate, over what there is."""
+        return gate_checks(self.config, self.facts, self.gates, self.runs, self.extra)
+
+    def summary(self) -> dict[str, Any]:
+        """The content of the result file."""
+        checks = self.checks()
+        green = is_green(checks)
+        lines = self.lines()
+        found: dict[str, Any] = {
+            "gate": "green" if green else "red",
+            "checks": [check.as_json() for check in checks],
+            **self.origin,
+            "config_digest": self.config.digest(),
+            "config": self.config.model_dump(),
+            "fit_8k": {arm: self.facts[arm].get("fit_8k") for arm in ARMS if arm in self.facts},
+            "arms": self.facts,
+            "points": lines,
+        }
+        if green:
+            found["ratios"] = ratios(self.facts, lines)
+        if self.left_out:
+            found["left_out"] = self.left_out
+        if self.failure:
+            found["failure"] = self.failure
+        return found
+
+    def lines(self) -> list[dict[str, Any]]:
+        """One entry an arm and point, in the order of the config."""
+        found = []
+        for point in points(self.config.load):
+            for arm in ARMS:
+                runs = [r for r in self.runs if r.arm == arm and r.label == point.label]
+                if runs:
+                    session = self.origin.get("session")
+                    found.append({**_line(arm, point, runs), "session": session})
+        return found
+
+    def save(self, folder: Path) -> Path:
+        """Write `<name>.json`, and beside it `<name>.runs.json` with every request.
+
+        The second is what `merge` reads.
+        """
+        path = write_summary(self.summary(), folder)
+        whole = {
+            "config": self.config.model_dump(),
+            "origin": self.origin,
+            "facts": self.facts,
+            "gates": self.gates,
+            "runs": [run.as_json() for run in self.runs],
+            "left_out": self.left_out,
+            "extra": [check.as_json() for check in self.extra],
+            "failure": self.failure,
+        }
+        _replace(runs_file(path), json.dumps(whole) + "\n")
+        return path
+
+
+def runs_file(result: Path) -> Path:
+    """The file with every request of a result."""
+    return result.with_name(result.name.removesuffix(".json") + ".runs.json")
+
+
+def _replace(path: Path, text: str) -> None:
+    making = path.with_name(f".{path.name}.{os.getpid()}")
+    making.write_text(text)
+    making.replace(path)
+
+
+def write_summary(summary: Mapping[str, Any], folder: Path) -> Path:
+    """Write a summary alone, under its config's name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{summary['config']['name']}.json"
+    _replace(path, json.dumps(summary, indent=1) + "\n")
+    return path
+
+
+def _line(arm: str, point: Point, runs: Sequence[Run]) -> dict[str, Any]:
+    found = {
+        "arm": arm,
+        "loop": "closed" if point.rate is None else "open",
+        "concurrency": point.concurrency,
+        "request_rate": point.rate,
+        "output_tokens": point.output_tokens,
+        "runs": len(runs),
+        **figures(runs),
+    }
+    if len(runs) > 1:
+        found["output_tok_s_of_runs"] = [figures([run])["output_tok_s"] for run in runs]
+    return found
+
+
+def ratios(
+    facts: Mapping[str, Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """How much better ReplaySSM is; above 1 is better, for latencies too.
+
+    Only for a green gate: whoever calls this has asked.
+    """
+    found: dict[str, Any] = {"points": []}
+    stock, replay = (facts.get(arm, {}).get("fit_8k") for arm in ARMS)
+    if stock and replay:
+        found["fit_8k"] = round(replay / stock, 3)
+    places: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for line in lines:
+        place = tuple(line[name] for name in ("concurrency", "request_rate", "output_tokens"))
+        places.setdefault(place, {})[line["arm"]] = line
+    for (concurrency, rate, tokens), sides in places.items():
+        if set(sides) != set(ARMS):
+            continue
+        one: dict[str, Any] = {
+            "concurrency": concurrency,
+            "request_rate": rate,
+            "output_tokens": tokens,
+        }
+        for name, higher_is_better in RATIOS.items():
+            theirs, ours = (sides[arm][name] for arm in ARMS)
+            if theirs and ours:
+                one[name] = round(ours / theirs if higher_is_better else theirs / ours, 3)
+        found["points"].append(one)
+    return found
+
+
+def load_results(path: Path) -> Results:
+    """What a run saved.
+
+    Args:
+        path: of the result file, or of the `.runs.json` beside it.
+
+    Raises:
+        MergeRefused: there is no such file, or it is not one of ours.
+    """
+    source = path if path.name.endswith(".runs.json") else runs_file(path)
+    try:
+        found = json.loads(source.read_text())
+        return Results(
+            config=BenchConfig.model_validate(found["config"]),
+            origin=found["origin"],
+            facts=found["facts"],
+            gates=found["gates"],
+            runs=[Run.from_json(run) for run in found["runs"]],
+            left_out=found["left_out"],
+            extra=[Check(**check) for check in found["extra"]],
+            failure=found["failure"],
+        )
+    except OSError as error:
+        raise MergeRefused(f"{source}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise MergeRefused(
+            f"{source}: not the runs of a serving benchmark ({type(error).__name__}: {error})"
+        ) from None
+
+
+def read_checks(path: Path) -> list[Check]:
+    """Checks of the gate that were made elsewhere, as of tokens in fp32.
+
+    Args:
+        path: of a JSON list of mappings: `name` and `ok`, and `value`, `limit`, `note` at will.
+
+    Raises:
+        MergeRefused: it is something else.
+    """
+    try:
+        found = [Check(**one) for one in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError) as error:
+        raise MergeRefused(f"{path}: not a list of checks ({error})") from None
+    if not all(isinstance(check.ok, bool) and check.name for check in found):
+        raise MergeRefused(f"{path}: a check has a name, and ok true or false")
+    return found
+
+
+def load_summary(path: Path) -> dict[str, Any]:
+    """The content of a result file.
+
+    Raises:
+        MergeRefused: there is none, or it is not one of ours.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise MergeRefused(f"{path}: {error}") from None
+    needed = ("gate", "session", "versions", "device", "mode", "config", "points")
+    if not isinstance(found, dict) or any(name not in found for name in needed):
+        raise MergeRefused(f"{path}: not the result of a serving benchmark")
+    return found
+
+
+def merge(given: Sequence[Results]) -> Results:
+    """One result of several that were made in one session on one machine.
+
+    Raises:
+        MergeRefused: they differ in machine, versions, session, mode or flags, or measured the
+            same thing twice; every difference is listed.
+    """
+    first = given[0]
+    found = []
+    for other in given[1:]:
+        found += [
+            f"{name}: {first.origin.get(name)!r} and {other.origin.get(name)!r}"
+            for name in _MUST_AGREE
+            if first.origin.get(name) != other.origin.get(name)
+        ]
+        if first.config.digest() != other.config.digest():
+            found.append(f"flags or load: {_differences(first.config, other.config)}")
+    seen: set[tuple[str, str, int]] = set()
+    for run in (run for results in given for run in results.runs):
+        key = (run.arm, run.label, run.run)
+        if key in seen:
+            found.append(f"measured twice: {run.arm} at {run.label}, run {run.run}")
+        seen.add(key)
+    if found:
+        lines = "".join(f"\n  {n}. {text}" for n, text in enumerate(dict.fromkeys(found), 1))
+        raise MergeRefused(f"these are not arms of one run:{lines}")
+    commands = " && ".join(str(results.origin.get("command")) for results in given)
+    failures = [results.failure for results in given if results.failure]
+    return Results(
+        config=first.config,
+        origin={**first.origin, "command": commands},
+        facts=_union(results.facts for results in given),
+        gates=_union(results.gates for results in given),
+        runs=[run for results in given for run in results.runs],
+        left_out=[text for results in given for text in results.left_out],
+        extra=[check for results in given for check in results.extra],
+        failure="; ".join(failures) or None,
+    )
+
+
+def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One result of several that each have both arms: a long matrix spread over several leases.
+
+    Every ratio is still of one session. Points carry their session, and `sessions` says where each
+    was run.
+
+    Args:
+        given: contents of result files.
+
+    Raises:
+        MergeRefused: one is red or of one arm, they differ in versions, device, mode or flags, or
+            have a point twice.
+    """
+    first, found = given[0], []
+    for one in given:
+        if one["gate"] != "green":
+            found.append(f"session {one['session']}: the gate is {one['gate']}")
+        found += [
+            f"{name}: {first[name]!r} and {one[name]!r}"
+            for name in ("versions", "device", "mode")
+            if first[name] != one[name]
+        ]
+        if any(
+            first["config"][name] != one["config"][name]
+            for name in ("shape", "serve", "acceptance_length", "environment")
+        ):
+            found.append(f"flags of {first['session']} and {one['session']} differ")
+    places = [
+        (p["arm"], p["concurrency"], p["request_rate"], p["output_tokens"])
+        for one in given
+        for p in one["points"]
+    ]
+    found += [f"measured twice: {place}" for place in {p for p in places if places.count(p) > 1}]
+    if found:
+        lines = "".join(f"\n  {n}. {text}" for n, text in enumerate(dict.fromkeys(found), 1))
+        raise MergeRefused(f"these can't be collected:{lines}")
+    kept = ("session", "machine", "date", "command", "commit", "fit_8k", "checks")
+    whole = {k: v for k, v in first.items() if k not in ("left_out", "failure", "checks")}
+    return whole | {
+        "command": " && ".join(dict.fromkeys(one["command"] for one in given)),
+        "sessions": [{name: one[name] for name in kept} for one in given],
+        "checks": [check for one in given for check in one["checks"]],
+        "points": [point for one in given for point in one["points"]],
+        "ratios": first["ratios"]
+        | {"points": [line for one in given for line in one["ratios"]["points"]]},
+    }
+
+
+def _union(given: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for one in given:
+        found |= one
+    return found
+
+
+def _differences(first: BenchConfig, second: BenchConfig) -> str:
+    one, other = first.model_dump(), second.model_dump()
+    names = [name for name in one if one[name] != other[name] and name not in ("about",)]
+    return ", ".join(names)

@@ -1,0 +1,373 @@
+"""The server mode: an arm is a real `vllm serve`, and vLLM's own `vllm bench serve` its client.
+
+The client's file has the times of every request; what the server says of itself is read from its
+`/metrics` while a point runs, and from its log. Two servers share a GPU by vLLM's sleep mode, whose
+HTTP calls need VLLM_SERVER_DEV_MODE, or one is stopped before the other starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from cuda_ext.bench.serve import load as loads
+from cuda_ext.bench.serve.arms import ArmFailed, OutOfTime, Tick
+from cuda_ext.bench.serve.child import STOP_S, log_tail
+from cuda_ext.bench.serve.config import Arm, BenchConfig
+from cuda_ext.bench.serve.load import Point, Request
+from cuda_ext.bench.serve.measure import EngineFigures, Record, Run
+from vllm_gaudi_ext import envs
+
+POLL_S = 0.25
+READY_POLL_S = 1.0
+FIT_TOKENS = 8192
+_FIT = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
+_ACTIVE = "ReplaySSM is active for"
+_GAUGES = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "usage": "vllm:kv_cache_usage_perc",
+}
+_COUNTERS = {
+    "preemptions": "vllm:num_preemptions_total",
+    "drafts": "vllm:spec_decode_num_drafts_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+}
+
+
+def server_problems(config: BenchConfig) -> list[str]:
+    """Why a config can't be run with a server."""
+    found = []
+    if config.shape is not None:
+        found.append("shape: it has no tokenizer, which the client needs; name serve.model")
+    if config.flag("skip-tokenizer-init"):
+        found.append("serve.skip-tokenizer-init: the client needs a tokenizer")
+    return found
+
+
+def metric_sums(text: str) -> dict[str, float]:
+    """Sums over all labels of the metrics that a point asks for.
+
+    Args:
+        text: of a `/metrics` page.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    names = {name: key for key, name in {**_GAUGES, **_COUNTERS}.items()}
+    found = dict.fromkeys((*_GAUGES, *_COUNTERS), 0.0)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in names:
+                found[names[sample.name]] += sample.value
+    return found
+
+
+def metric_labels(text: str, name: str) -> dict[str, str]:
+    """Labels of the first sample of a metric; empty where there is none."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name:
+                return dict(sample.labels)
+    return {}
+
+
+def client_arguments(
+    config: BenchConfig, point: Point, run: int, url: str, model: str, result: Path
+) -> list[str]:
+    """The command line of `vllm bench serve` for a point, less the program."""
+    low, high = config.load.prompt_tokens
+    middle = (low + high) / 2
+    ratio = {"input": (high - low) / (2 * middle), "output": 0.0}
+    # Decorrelated by point and run, and alike in both arms.
+    text = f"{config.load.seed} {run} {point.label}".encode()
+    seed = int.from_bytes(hashlib.sha256(text).digest()[:3], "big")
+    arguments = ["--backend", "openai", "--base-url", url, "--model", model]
+    arguments += ["--dataset-name", "random", "--random-input-len", str(round(middle))]
+    arguments += ["--random-range-ratio", json.dumps(ratio)]
+    arguments += ["--random-output-len", str(point.output_tokens)]
+    arguments += ["--num-prompts", str(point.requests), "--seed", str(seed)]
+    arguments += ["--ignore-eos", "--temperature", "0", "--disable-tqdm"]
+    if point.rate is None:
+        arguments += ["--max-concurrency", str(point.concurrency)]
+    else:
+        arguments += ["--request-rate", str(point.rate)]
+    arguments += ["--save-result", "--save-detailed"]
+    return [*arguments, "--result-dir", str(result.parent), "--result-filename", result.name]
+
+
+def records_of(result: Mapping[str, Any], asked_tokens: int) -> list[Record]:
+    """The requests in a detailed result of `vllm bench serve`."""
+    columns = ("input_lens", "output_lens", "ttfts", "latencies", "errors")
+    return [
+        Record(
+            prompt_tokens=int(prompt),
+            asked_tokens=asked_tokens,
+            tokens=int(tokens),
+            ttft_s=float(ttft),
+            e2e_s=float(latency),
+            error=str(error) or None,
+        )
+        for prompt, tokens, ttft, latency, error in zip(
+            *(result[name] for name in columns), strict=True
+        )
+    ]
+
+
+class _Sampler:
+    """Reads `/metrics` while a point runs."""
+
+    def __init__(self, client: httpx.Client, tick: Tick, of: int) -> None:
+        self._client, self._tick, self._of = client, tick, of
+        self._end = threading.Event()
+        self.most = dict.fromkeys(_GAUGES, 0.0)
+        self.before = self._read()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> dict[str, float]:
+        return metric_sums(self._client.get("/metrics").text)
+
+    def _watch(self) -> None:
+        while not self._end.wait(POLL_S):
+            try:
+                found = self._read()
+            except httpx.HTTPError:
+                continue
+            for name in _GAUGES:
+                self.most[name] = max(self.most[name], found[name])
+            self._tick({"running": int(found["running"]), "waiting": int(found["waiting"])})
+
+    def figures(self) -> EngineFigures:
+        """Stops, and gives what was seen."""
+        self._end.set()
+        self._thread.join()
+        after = self._read()
+        since = {name: int(after[name] - self.before[name]) for name in _COUNTERS}
+        return EngineFigures(
+            running_max=int(self.most["running"]),
+            waiting_max=int(self.most["waiting"]),
+            kv_usage_max=self.most["usage"],
+            preemptions=since["preemptions"],
+            drafts=since["drafts"],
+            accepted=since["accepted"],
+        )
+
+
+class ServerArm:
+    """An arm that is a `vllm serve` of its own; see `arms.ArmProcess`.
+
+    Args:
+        arm, config, flags, environment, folder, deadline: as `child.EngineChild`.
+        port: of the stock server; the other one has the next.
+    """
+
+    def __init__(
+        self,
+        arm: Arm,
+        config: BenchConfig,
+        flags: Mapping[str, Any],
+        environment: Mapping[str, str],
+        folder: Path,
+        deadline: float | None,
+        *,
+        port: int,
+    ) -> None:
+        self.arm = arm
+        self._config, self._deadline, self._folder = config, deadline, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._flags = folder / f"{arm}.yaml"
+        self._flags.write_text(yaml.safe_dump(dict(flags), sort_keys=False))
+        self._model = str(flags.get("served-model-name") or flags["model"])
+        self._tokenizer = str(flags.get("tokenizer") or flags["model"])
+        self._environment = envs.with_overrides({"VLLM_SERVER_DEV_MODE": "1", **environment})
+        self._port = port + (arm == "replay")
+        self._url = f"http://127.0.0.1:{self._port}"
+        self.log = folder / f"{arm}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client = httpx.Client(base_url=self._url, timeout=600.0)
+
+    def _left(self) -> float | None:
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    def start(self, tick: Tick) -> dict[str, Any]:
+        """Start the server and wait until it answers."""
+        begin = time.monotonic()
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+        command += ["--config", str(self._flags), "--host", "127.0.0.1", "--port", str(self._port)]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=self._environment
+            )
+        while True:
+            self._check_alive()
+            try:
+                if self._client.get("/health", timeout=5.0).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            time.sleep(READY_POLL_S)
+        return self._facts(time.monotonic() - begin)
+
+    def _check_alive(self) -> None:
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            raise ArmFailed(f"{self.arm}: vllm serve ended with {code}\n{log_tail(self.log)}")
+        left = self._left()
+        if left is not None and left <= 0:
+            raise OutOfTime(f"{self.arm}: not ready before the deadline")
+
+    def _facts(self, seconds: float) -> dict[str, Any]:
+        log = self.log.read_text(errors="replace")
+        found = _FIT.search(log)
+        fits = None
+        if found and int(found.group(1).replace(",", "")) == FIT_TOKENS:
+            fits = float(found.group(2))
+        cache = metric_labels(self._client.get("/metrics").text, "vllm:cache_config_info")
+        drafts = self._config.flag("speculative-config") or {}
+        return {
+            "vllm": self._client.get("/version").json().get("version"),
+            "start_s": round(seconds, 1),
+            "replay_active": _ACTIVE in log,
+            "drafts": drafts.get("num_speculative_tokens", 0),
+            "num_gpu_blocks": int(cache["num_gpu_blocks"]) if "num_gpu_blocks" in cache else None,
+            "prefix_caching": cache.get("enable_prefix_caching"),
+            "fit_8k": fits,
+        }
+
+    def warm_up(self, tick: Tick) -> None:
+        """Serve what nobody measures."""
+        wanted = self._config.load.warm_up
+        self._bench(Point(None, 1000.0, wanted.output_tokens, wanted.requests), -1, tick)
+
+    def point(self, point: Point, run: int, tick: Tick) -> Run:
+        """Measure one point."""
+        settling = self._config.load.warm_up.before_each_point
+        if settling:
+            self._bench(Point(settling, None, 16, settling), -1, lambda _: None)
+        sampler = _Sampler(self._client, tick, point.requests)
+        try:
+            result = self._bench(point, run, tick)
+        finally:
+            engine = sampler.figures()
+        records = records_of(result, point.output_tokens)
+        # The client makes its prompts from these and from the tokenizer, and tells their lengths.
+        lengths = [record.prompt_tokens for record in records]
+        arguments = client_arguments(self._config, point, run, "", "", Path("result"))
+        digest = hashlib.sha256(repr((arguments, lengths)).encode()).hexdigest()[:16]
+        return Run(
+            self.arm, point.label, run, float(result["duration"]), digest, tuple(records), engine
+        )
+
+    def _bench(self, point: Point, run: int, tick: Tick) -> dict[str, Any]:
+        result = self._folder / f"{self.arm}.client.json"
+        result.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+        command += client_arguments(self._config, point, run, self._url, self._model, result)
+        command += ["--tokenizer", self._tokenizer]
+        try:
+            done = subprocess.run(
+                command,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                timeout=self._left(),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise OutOfTime(f"{self.arm}: {point.label} did not end in time") from None
+        if done.returncode != 0 or not result.is_file():
+            tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+            raise ArmFailed(f"{self.arm}: vllm bench serve ended with {done.returncode}\n{tail}")
+        return dict(json.loads(result.read_text()))
+
+    def gate(self, tick: Tick) -> dict[str, Any]:
+        """The gate's log-probabilities, by `/v1/completions` with prompts of token ids."""
+        config = self._config
+        vocabulary = _vocabulary(self._tokenizer)
+        prompts = loads.gate_prompts(config.load, config.gate, vocabulary)
+        output = config.gate.output_tokens
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda p: self._complete(p, output, score=False), prompts))
+            continued = [p + a["token_ids"] for p, a in zip(prompts, answers, strict=True)]
+            rescored = list(pool.map(lambda p: self._complete(p, 1, score=True), continued))
+            together = list(pool.map(lambda p: self._complete(p, 1, score=True), prompts))
+        alone = [self._complete(prompt, 1, score=True) for prompt in prompts]
+        return {
+            "prompts": loads.digest([Request(p, output) for p in prompts]),
+            "prompt": [_scores(a, p) for a, p in zip(together, prompts, strict=True)],
+            "prompt_alone": [_scores(a, p) for a, p in zip(alone, prompts, strict=True)],
+            "decoded": [a["logprobs"]["token_logprobs"] for a in answers],
+            "rescored": [
+                _scores(a, c)[len(p) - 1 :]
+                for a, c, p in zip(rescored, continued, prompts, strict=True)
+            ],
+        }
+
+    def _complete(
+        self, prompt: Sequence[int], output_tokens: int, *, score: bool
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        body |= {"prompt_logprobs": 0} if score else {"logprobs": 1}
+        answer = self._client.post("/v1/completions", json=body)
+        if answer.status_code != 200:
+            raise ArmFailed(f"{self.arm}: /v1/completions said {answer.text[:500]}")
+        return dict(answer.json()["choices"][0])
+
+    def sleep(self) -> None:
+        """Leave the device to the other arm."""
+        self._client.post("/sleep", params={"level": "1"}).raise_for_status()
+
+    def wake(self) -> None:
+        """Take it back."""
+        self._client.post("/wake_up").raise_for_status()
+
+    def stop(self, *, force: bool = False) -> None:
+        """End the server, by force where it does not by itself.
+
+        It is asked in any case: its engine is a process of its own, which it ends.
+        """
+        self._client.close()
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _scores(choice: Mapping[str, Any], prompt: Sequence[int]) -> list[float]:
+    entries: Iterable[Any] = choice["prompt_logprobs"][1:]
+    return [
+        float(entry[str(token)]["logprob"])
+        for entry, token in zip(entries, list(prompt)[1:], strict=True)
+    ]
+
+
+def _vocabulary(tokenizer: str) -> int:
+    from vllm.tokenizers import get_tokenizer
+
+    return len(get_tokenizer(tokenizer))

@@ -1,0 +1,187 @@
+"""The result file, and what may be made one result of several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import bench_data
+import pytest
+
+from cuda_ext.bench.serve import provenance
+from cuda_ext.bench.serve.results import (
+    MergeRefused,
+    Results,
+    collect,
+    load_results,
+    load_summary,
+    merge,
+    read_checks,
+)
+
+
+def half(arm: str, **origin: Any) -> Results:
+    whole = bench_data.results()
+    return Results(
+        config=whole.config,
+        origin={**whole.origin, "command": f"bench --arm {arm}", **origin},
+        facts={arm: whole.facts[arm]},
+        gates={arm: whole.gates[arm]},
+        runs=[run for run in whole.runs if run.arm == arm],
+    )
+
+
+def test_the_file_has_what_the_issue_asks_for(tmp_path: Path) -> None:
+    path = bench_data.results().save(tmp_path)
+    assert path.name == "serve-test.json"
+    found = load_summary(path)
+    assert {"gate", "command", "commit", "versions", "device", "date"} <= set(found)
+    assert found["fit_8k"] == {"stock": 77.5, "replay": 201.5}
+    assert [point["arm"] for point in found["points"]] == ["stock", "replay"]
+    wanted = "arm concurrency output_tok_s ttft_p50_s ttft_p99_s tpot_p50_ms running_max "
+    wanted += "preemptions acceptance_length ttft_p90_s tpot_p99_ms e2e_p50_s kv_usage_max "
+    wanted += "waiting_max requests wall_s"
+    assert set(wanted.split()) <= set(found["points"][0])
+
+
+def test_what_was_saved_is_read_back_whole(tmp_path: Path) -> None:
+    results = bench_data.results(left_out=["x"], failure="killed")
+    assert load_results(results.save(tmp_path)) == results
+
+
+def test_a_save_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
+    results = bench_data.results()
+    results.save(tmp_path)
+    results.failure = "later"
+    path = results.save(tmp_path)
+    assert json.loads(path.read_text())["failure"] == "later"
+    names = sorted(entry.name for entry in tmp_path.iterdir())
+    assert names == ["serve-test.json", "serve-test.runs.json"]
+
+
+def test_two_arms_of_one_session_become_one_result(tmp_path: Path) -> None:
+    paths = [half(arm).save(tmp_path / arm) for arm in ("stock", "replay")]
+    assert [load_summary(path)["gate"] for path in paths] == ["red", "red"]
+    whole = merge([load_results(path) for path in paths])
+    assert whole.summary()["gate"] == "green"
+    assert whole.summary()["ratios"] == bench_data.results().summary()["ratios"]
+    assert whole.origin["command"] == "bench --arm stock && bench --arm replay"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"session": "another"},
+        {"machine": {"device": "a GPU", "id": "2"}},
+        {"versions": {"vllm": "0.33.0"}},
+        {"mode": "server"},
+    ],
+    ids=["session", "machine", "versions", "mode"],
+)
+def test_a_merge_is_refused_where_the_origin_differs(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(MergeRefused, match=f"1. {name}: "):
+        merge([half("stock"), half("replay", **changes)])
+
+
+def test_a_merge_is_refused_with_every_difference() -> None:
+    other = half("replay", session="another", mode="server")
+    other.config = bench_data.config(load=bench_data.CONTENT["load"] | {"seed": 1})
+    with pytest.raises(MergeRefused) as caught:
+        merge([half("stock"), other])
+    told = [line.strip().split(": ")[0] for line in str(caught.value).splitlines()[1:]]
+    assert told == ["1. session", "2. mode", "3. flags or load"]
+
+
+def test_the_same_arm_twice_is_refused() -> None:
+    with pytest.raises(MergeRefused, match="measured twice: stock at 4 in flight, 32 out, run 0"):
+        merge([half("stock"), half("stock")])
+
+
+def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MergeRefused, match=r"none\.runs\.json"):
+        load_results(tmp_path / "none.json")
+    (tmp_path / "x.json").write_text("[]")
+    (tmp_path / "x.runs.json").write_text('{"config": {}}')
+    with pytest.raises(MergeRefused, match="not the runs of a serving benchmark"):
+        load_results(tmp_path / "x.json")
+    with pytest.raises(MergeRefused, match="not the result of a serving benchmark"):
+        load_summary(tmp_path / "x.json")
+
+
+def test_checks_made_elsewhere_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "checks.json"
+    file.write_text('[{"name": "tokens in fp32", "ok": false, "value": 3}]')
+    (check,) = read_checks(file)
+    assert (check.name, check.ok, check.value) == ("tokens in fp32", False, 3)
+    assert bench_data.results(extra=[check]).summary()["gate"] == "red"
+    for wrong in ("{}x", '[{"name": "a"}]', '[{"name": "a", "ok": 1}]', '["a"]'):
+        file.write_text(wrong)
+        with pytest.raises(MergeRefused, match=r"checks\.json"):
+            read_checks(file)
+
+
+def other_points(session: str, **changes: Any) -> dict[str, Any]:
+    label = "16 in flight, 32 out"
+    runs = [bench_data.run(arm, label) for arm in ("stock", "replay")]
+    results = bench_data.results(runs=runs, **changes)
+    results.origin["session"] = session
+    return results.summary()
+
+
+def test_leases_with_other_points_are_collected_each_ratio_from_its_own() -> None:
+    whole = collect([bench_data.results().summary(), other_points("t")])
+    assert whole["gate"] == "green"
+    places = [(p["arm"], p["concurrency"], p["session"]) for p in whole["points"]]
+    assert places == [
+        ("stock", 4, "s"),
+        ("replay", 4, "s"),
+        ("stock", 16, "t"),
+        ("replay", 16, "t"),
+    ]
+    assert [one["concurrency"] for one in whole["ratios"]["points"]] == [4, 16]
+    assert [one["session"] for one in whole["sessions"]] == ["s", "t"]
+
+
+def test_a_collection_is_refused_with_every_reason() -> None:
+    first = bench_data.results().summary()
+    flags = bench_data.CONTENT["serve"] | {"max-num-seqs": 8}
+    other = other_points("t", config=bench_data.config(serve=flags), gates={})
+    other["device"] = "another GPU"
+    other["points"] += first["points"][:1]
+    with pytest.raises(MergeRefused) as caught:
+        collect([first, other])
+    text = str(caught.value)
+    for reason in ("the gate is red", "device: ", "flags of s and t differ", "measured twice"):
+        assert reason in text
+
+
+def test_the_result_says_where_torch_is_not_the_one_that_vllm_pins() -> None:
+    note = provenance.torch_note("2.11.0+cu130", "2.13.0")
+    assert note == "run with torch 2.11.0+cu130; this vLLM pins torch 2.13.0"
+    assert provenance.torch_note("2.13.0+cpu", "2.13.0") is None
+    assert provenance.torch_note("2.13.0", None) is None
+
+
+def test_provenance_is_complete() -> None:
+    found = provenance.provenance(["a", "b"], None)
+    assert found["command"] == "a b"
+    assert {"vllm", "torch", "torch_pinned_by_vllm", "triton", "cuda_driver"} <= set(
+        found["versions"]
+    )
+    assert found["commit"]
+    assert found["device"] == found["machine"]["device"]
+
+
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib, not installed here")
+    from cuda_ext.bench.serve import plots
+
+    facts = {
+        arm: facts | {"bytes_per_8k_request": 2**30}
+        for arm, facts in bench_data.results().facts.items()
+    }
+    summary = bench_data.results(facts=facts).summary()
+    plots.draw(summary, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

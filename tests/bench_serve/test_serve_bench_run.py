@@ -1,0 +1,299 @@
+"""A run: the order of its arms, one awake at a time, what the budget leaves out, what is kept."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bench_data
+import pytest
+from rich.console import Console
+
+from cuda_ext.bench.serve import run as runs
+from cuda_ext.bench.serve.arms import ArmFailed
+from cuda_ext.bench.serve.load import Point, points
+from cuda_ext.bench.serve.measure import Run
+from cuda_ext.bench.serve.plan import Budget, Step, steps
+from cuda_ext.bench.serve.progress import Reporter
+
+POINTS = points(bench_data.config().load)
+
+
+def order(found: list[Step]) -> list[tuple[str, int | None, int]]:
+    return [(step.arm, step.point.concurrency, step.run) for step in found]
+
+
+def test_arms_alternate_at_every_point() -> None:
+    found = steps(POINTS, ("stock", "replay"), 2, restart=False)
+    assert order(found) == [
+        ("stock", 4, 0),
+        ("replay", 4, 0),
+        ("replay", 16, 0),
+        ("stock", 16, 0),
+        ("stock", 4, 1),
+        ("replay", 4, 1),
+        ("replay", 16, 1),
+        ("stock", 16, 1),
+    ]
+    assert [step.pair for step in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_with_restarts_an_arm_does_all_points_and_the_order_turns() -> None:
+    found = steps(POINTS, ("stock", "replay"), 2, restart=True)
+    assert [step.arm for step in found] == ["stock"] * 2 + ["replay"] * 4 + ["stock"] * 2
+    assert [step.pair for step in found] == [0, 1, 0, 1, 2, 3, 2, 3]
+
+
+def step(arm: Any, requests: int, output: int = 32, pair: int = 0) -> Step:
+    return Step(arm, Point(requests, None, output, requests), 0, pair)
+
+
+def test_estimates_come_from_the_nearest_point_of_the_same_arm() -> None:
+    budget = Budget(100.0)
+    assert budget.estimate(step("stock", 16)) == 0.0
+    budget.saw_step(step("replay", 16), 2.0)
+    assert budget.estimate(step("stock", 16)) == 2.0
+    budget.saw_step(step("stock", 16), 4.0)
+    budget.saw_step(step("stock", 1), 1.0)
+    assert budget.estimate(step("stock", 16)) == 4.0
+    assert budget.estimate(step("stock", 16, 64)) == 8.0
+    # More requests cost more, but less than in proportion; fewer cost less.
+    assert 4.0 < budget.estimate(step("stock", 64)) < 16.0
+    assert 1.0 < budget.estimate(step("stock", 8)) < 4.0
+    slow = Step("stock", Point(None, 0.5, 32, 16), 0, 0)
+    assert budget.estimate(slow) == 32.0
+
+
+def test_a_step_is_owed_with_its_pair_and_with_what_was_begun() -> None:
+    budget = Budget(100.0, restart=True)
+    budget.saw_start(50.0)
+    budget.saw_step(step("stock", 4), 3.0)
+    four, two = step("stock", 4), step("stock", 4, pair=1)
+    plan = [four, two, step("replay", 4), step("replay", 4, pair=1)]
+    # Both points of the other arm, and its start.
+    assert budget.obligation(1, plan, {0}, "stock") == 3.0 + 50.0 + 3.0 + 3.0
+    assert budget.allows(59.0, 41.0)
+    assert not budget.allows(59.0, 41.1)
+    assert Budget(None).allows(1e9, 1e9)
+
+
+class FakeArm:
+    """An arm that takes its time from a clock of the test's own."""
+
+    events: list[str] = []
+    clock = 0.0
+    seconds: Callable[[str, Point], float] = staticmethod(lambda arm, point: 1.0)
+    fails: tuple[str, int] | None = None
+
+    def __init__(self, arm: Any, config: Any, flags: Any, *_: Any, **__: Any) -> None:
+        self.arm = arm
+        assert flags.get("enable-sleep-mode", False) == (config.interleave == "sleep")
+        self.tell("made")
+
+    def tell(self, what: str, seconds: float = 0.0) -> None:
+        FakeArm.events.append(f"{self.arm} {what}")
+        FakeArm.clock += seconds
+
+    def start(self, tick: Any) -> dict[str, Any]:
+        self.tell("start", 10.0)
+        return dict(bench_data.FACTS[self.arm])
+
+    def warm_up(self, tick: Any) -> None:
+        self.tell("warm-up")
+
+    def gate(self, tick: Any) -> dict[str, Any]:
+        self.tell("gate")
+        return bench_data.gate(0.0 if self.arm == "stock" else 0.05)
+
+    def point(self, point: Point, number: int, tick: Any) -> Run:
+        if (self.arm, point.concurrency) == FakeArm.fails:
+            raise ArmFailed("the engine is gone")
+        self.tell(f"{point.concurrency}", FakeArm.seconds(self.arm, point))
+        tick({"done": 1, "of": 2, "running": 1, "waiting": 0, "seconds": 1.0, "tokens": 3})
+        return bench_data.run(self.arm, point.label, number)
+
+    def sleep(self) -> None:
+        self.tell("sleep", 1.0)
+
+    def wake(self) -> None:
+        self.tell("wake", 1.0)
+
+    def stop(self, *, force: bool = False) -> None:
+        self.tell("kill" if force else "stop")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeArm]:
+    FakeArm.events, FakeArm.clock, FakeArm.fails = [], 0.0, None
+    FakeArm.seconds = staticmethod(lambda arm, point: 1.0)
+    monkeypatch.setattr(runs, "EngineChild", FakeArm)
+    # Drawn in test_serve_bench_results.py.
+    monkeypatch.setattr(runs.plots, "draw", lambda summary, path: None)
+    monkeypatch.setattr(runs.time, "monotonic", lambda: FakeArm.clock)
+    return FakeArm
+
+
+def do(out: Path, *, repeats: int = 1, budget_s: float | None = None, **changes: Any) -> Any:
+    options = runs.Options(out, repeats=repeats, budget_s=budget_s, session="s", commit="c")
+    if "arms" in changes:
+        options.arms = changes.pop("arms")
+    reporter = Reporter(Console(file=io.StringIO()))
+    runs.run(bench_data.config(**changes), options, reporter)
+    return json.loads((out / "serve-test.json").read_text())
+
+
+def test_both_engines_stay_alive_and_one_is_awake(tmp_path: Path, fake: type[FakeArm]) -> None:
+    found = do(tmp_path)
+    assert fake.events == [
+        "stock made",
+        "replay made",
+        "stock start",
+        "stock warm-up",
+        "stock gate",
+        "stock sleep",
+        "replay start",
+        "replay warm-up",
+        "replay gate",
+        "replay 4",
+        "replay sleep",
+        "stock wake",
+        "stock 4",
+        "stock 16",
+        "stock sleep",
+        "replay wake",
+        "replay 16",
+        "stock stop",
+        "replay stop",
+    ]
+    assert found["gate"] == "green"
+    assert [one["output_tok_s"] for one in found["ratios"]["points"]] == [2.0, 2.0]
+    assert (tmp_path / "serve-test.runs.json").is_file()
+
+
+def test_with_restarts_one_process_lives_at_a_time(tmp_path: Path, fake: type[FakeArm]) -> None:
+    found = do(tmp_path, repeats=2, interleave="restart")
+    lives = [event for event in fake.events if event.split()[1] in ("made", "stop", "gate")]
+    assert lives == [
+        "stock made",
+        "stock gate",
+        "stock stop",
+        "replay made",
+        "replay gate",
+        "replay stop",
+        "stock made",
+        "stock stop",
+    ]
+    assert found["gate"] == "green"
+    assert [point["runs"] for point in found["points"]] == [2, 2, 2, 2]
+
+
+def test_what_the_budget_does_not_allow_is_left_out_and_said(
+    tmp_path: Path, fake: type[FakeArm]
+) -> None:
+    fake.seconds = staticmethod(lambda arm, point: 20.0)
+    # 21 s until both are started and 42 for the first pair; the second needs some 110.
+    found = do(tmp_path, budget_s=100.0)
+    assert [point["concurrency"] for point in found["points"]] == [4, 4]
+    assert found["left_out"] == [
+        "stock at 16 in flight, 32 out, run 0",
+        "replay at 16 in flight, 32 out, run 0",
+    ]
+    assert "stock 16" not in fake.events
+    assert found["gate"] == "green"
+
+
+def test_the_first_arm_leaves_time_for_the_other(tmp_path: Path, fake: type[FakeArm]) -> None:
+    fake.seconds = staticmethod(lambda arm, point: 5.0)
+    # One start and one point of each arm fit, not a second point of both.
+    found = do(tmp_path, budget_s=45.0, interleave="restart")
+    assert [(p["arm"], p["concurrency"]) for p in found["points"]] == [("stock", 4), ("replay", 4)]
+    assert len(found["left_out"]) == 2
+
+
+def test_a_failure_keeps_what_was_measured_and_stops_both(
+    tmp_path: Path, fake: type[FakeArm]
+) -> None:
+    fake.fails = ("stock", 16)
+    found = do(tmp_path)
+    assert [p["concurrency"] for p in found["points"]] == [4, 4]
+    assert found["failure"] == "the engine is gone"
+    assert fake.events[-2:] == ["stock kill", "replay kill"]
+
+
+def test_a_killed_run_has_every_finished_step_on_disk(
+    tmp_path: Path, fake: type[FakeArm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def count(arm: str, point: Point) -> float:
+        file = tmp_path / "serve-test.json"
+        seen.append(len(json.loads(file.read_text())["points"]))
+        return 1.0
+
+    fake.seconds = staticmethod(count)
+    do(tmp_path)
+    assert seen == [0, 1, 2, 3]
+
+
+def test_one_arm_alone_is_a_partial_result(tmp_path: Path, fake: type[FakeArm]) -> None:
+    found = do(tmp_path, arms=("replay",))
+    assert found["gate"] == "red"
+    assert "ratios" not in found
+    assert {point["arm"] for point in found["points"]} == {"replay"}
+    assert not any(event.startswith("stock") for event in fake.events)
+
+
+def test_lines_come_now_and_then_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("cuda_ext.bench.serve.progress.time.monotonic", lambda: now[0])
+    text = io.StringIO()
+    reporter = Reporter(Console(file=text))
+    with reporter.step("stock, 4 in flight") as tick:
+        for second in range(1, 26):
+            now[0] = float(second)
+            tick({"done": second, "of": 64, "seconds": float(second), "tokens": 100 * second})
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "stock, 4 in flight: 10/64 requests, 100 tok/s" in lines[0]
+
+
+def test_a_bar_is_drawn_in_a_terminal() -> None:
+    text = io.StringIO()
+    reporter = Reporter(Console(file=text, force_terminal=True, width=100))
+    with reporter.step("stock") as tick:
+        tick({"done": 3, "of": 64, "running": 2, "waiting": 1})
+    assert "3/64 requests, 2 running, 1 waiting" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nothing"], "is no file"),
+        (["--merge", "none.json"], "none.runs.json"),
+        (["--collect", "none.json"], "none.json"),
+        (["h200-4b", "--mode", "server"], "no tokenizer"),
+        (["h200-4b", "--output-tokens", "8000"], "serve.max-model-len: 8192"),
+    ],
+    ids=["config", "merge", "collect", "server", "too long"],
+)
+def test_what_cannot_be_run_is_told_and_writes_nothing(
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runs.main(arguments) == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_of_a_result_names_no_folder() -> None:
+    given = ["/home/me/x.yaml", "--out", "/home/me/out", "--repeats", "2", "--out=/home/me/out"]
+    assert runs._command(given) == ["gaudi-ext bench serve", "x.yaml", "--repeats", "2"]

@@ -1,0 +1,118 @@
+"""`gaudi-ext bench serve` end to end: both arms in child processes, one after the other.
+
+vLLM's own layers need bf16 on this machine, and break with ragged drafts, so both arms are without
+drafts; the gate's log-probabilities are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replay_engine
+import tiny_models
+import yaml
+
+from cuda_ext.bench.serve import run as runs
+
+CONTENT: dict[str, Any] = {
+    "name": "serve-cpu",
+    "serve": {
+        "dtype": "bfloat16",
+        "enforce-eager": True,
+        "max-model-len": 512,
+        "max-num-seqs": 4,
+        "max-num-batched-tokens": 256,
+        "num-gpu-blocks-override": 64,
+        "skip-tokenizer-init": True,
+        "enable-prefix-caching": False,
+    },
+    "interleave": "restart",
+    "environment": {
+        name: replay_engine.ENVIRONMENT[name]
+        for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
+    }
+    # vLLM compiles a ranking of log-probabilities, which takes longer than all requests here.
+    | {"TORCHDYNAMO_DISABLE": "1"},
+    "load": {
+        "concurrency": [2],
+        "request_rates": [20.0],
+        "open_requests": 2,
+        "prompt_tokens": [20, 60],
+        "output_tokens": [12],
+        "token_ids": [tiny_models.FIRST_PLAIN, tiny_models.LAST_PLAIN],
+        "warm_up": {"requests": 1, "output_tokens": 2, "before_each_point": 1},
+    },
+    # Prompts in one chunk each, so stock's distance from itself is that of decoding alone, and that
+    # of two implementations in bf16 is no smaller.
+    "gate": {"prompts": 2, "prompt_tokens": [40, 90], "output_tokens": 24, "slack": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def result(models: Callable[[Any], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("bench")
+    content = CONTENT | {"serve": CONTENT["serve"] | {"model": str(models(tiny_models.CPU_DENSE))}}
+    file = folder / "bench.yaml"
+    file.write_text(yaml.safe_dump(content))
+    code = runs.main([str(file), "--out", str(folder / "out"), "--session", "s", "--commit", "c"])
+    found = json.loads((folder / "out" / "serve-cpu.json").read_text())
+    assert code == 0, json.dumps(found.get("failure") or found["checks"], indent=1)
+    return found
+
+
+def test_each_arm_was_served_by_its_own_layers(result: Any) -> None:
+    stock, replay = (result["arms"][arm] for arm in ("stock", "replay"))
+    assert stock["layer_classes"] == ["QwenGatedDeltaNetAttention"]
+    assert (stock["gdn_layers"], stock["replay_layers"]) == (3, 0)
+    assert replay["layer_classes"] == ["ReplayGatedDeltaNetAttention"]
+    assert (replay["gdn_layers"], replay["replay_layers"]) == (3, 3)
+    assert stock["prefix_caching"] is replay["prefix_caching"] is False
+
+
+def test_the_gate_compared_log_probabilities(result: Any) -> None:
+    assert result["gate"] == "green"
+    distances = {c["name"]: c for c in result["checks"] if c["name"].startswith("log-prob")}
+    assert set(distances) == {"log-probabilities, prefill", "log-probabilities, decode"}
+    # Two implementations in bf16: nothing would be compared where they agreed in every bit.
+    assert all(check["value"] > 0 for check in distances.values())
+    assert not any("says little" in check["note"] for check in distances.values())
+
+
+def test_every_point_has_both_arms_and_its_figures(result: Any) -> None:
+    points = result["points"]
+    assert [(point["loop"], point["arm"]) for point in points] == [
+        ("closed", "stock"),
+        ("closed", "replay"),
+        ("open", "stock"),
+        ("open", "replay"),
+    ]
+    for point in points:
+        assert point["requests"] == 2
+        assert point["output_tokens_sum"] == 24
+        assert 0 < point["ttft_p50_s"] < point["e2e_p50_s"]
+        assert point["output_tok_s"] > 0
+        assert point["tpot_p50_ms"] > 0
+        assert 1 <= point["running_max"] <= 2
+        assert 0 < point["kv_usage_max"] < 1
+        assert point["preemptions"] == 0
+    assert points[0]["running_max"] == 2
+    assert len(result["ratios"]["points"]) == 2
+
+
+def test_what_fits_is_vllms_own_figure(result: Any) -> None:
+    """One block a GDN layer's group, and as many of attention as 8k tokens need."""
+    for arm in ("stock", "replay"):
+        facts = result["arms"][arm]
+        longest = CONTENT["serve"]["max-model-len"]
+        (attention,) = (size for size in facts["block_sizes"] if size != longest)
+        needed = 3 + -(-8192 // attention)
+        assert facts["num_gpu_blocks"] == 64
+        assert facts["fit_8k"] == pytest.approx(64 / needed, abs=0.01)
+        assert result["fit_8k"][arm] == facts["fit_8k"]
+        assert facts["bytes_per_8k_request"] == facts["pool_bytes"] // 64 * needed
+        # Attention of two heads of 64 in bf16, and as large as the state.
+        assert facts["pool_bytes"] == 64 * attention * 2 * 2 * 64 * 2
