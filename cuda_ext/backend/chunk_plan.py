@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+
+from cuda_ext.ring import GdnHeads
+
+SCRATCH_BYTES = 256 << 20
+"""Of the states that the chunks of a call start from and end in, in float32."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +60,32 @@ class ChunkPlan:
         ]
 
 
-def plan_chunks(row_start: Sequence[int], max_rows: int) -> ChunkPlan | None:
-    """The chunks of a step; None where it has none.
+def chunks_at_once(heads: GdnHeads) -> int:
+    """Chunks that one call of the kernels takes, so that their states fit `SCRATCH_BYTES`.
+
+    Args:
+        heads: of one rank.
+    """
+    state = heads.value_heads * heads.value_dim * heads.key_dim * 4
+    # One before the chunk, and one after it.
+    return max(1, SCRATCH_BYTES // (2 * state))
+
+
+def plan_chunks(row_start: Sequence[int], max_rows: int, at_once: int) -> list[ChunkPlan]:
+    """The chunks of a step, in calls of at most `at_once`; empty where it has none.
 
     Args:
         row_start: [N + 1], first row of each request in the batch, and the end of the last.
         max_rows: T_max.
+        at_once: chunks of a call at most.
     """
     chunks = [
         (request, first, end - first)
         for request, (first, end) in enumerate(pairwise(row_start))
         if end - first > max_rows
     ]
-    if not chunks:
-        return None
-    packed = [0]
-    for _, _, rows in chunks:
-        packed.append(packed[-1] + rows)
-    requests, first, _ = zip(*chunks, strict=True)
-    return ChunkPlan(requests, first, tuple(packed))
+    plans = []
+    for begin in range(0, len(chunks), at_once):
+        requests, first, rows = zip(*chunks[begin : begin + at_once], strict=True)
+        plans.append(ChunkPlan(requests, first, (0, *accumulate(rows))))
+    return plans

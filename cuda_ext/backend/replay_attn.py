@@ -10,7 +10,7 @@ gathers a state index for each draft, none of which a position-keyed ring needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +41,14 @@ class ReplayMetadata(GDNAttentionMetadata):
         rows: the plan, in static buffers.
         max_rows: T_max; a request with more rows is in a prefill chunk.
         step_rows: T of the longest request that is in none; 0 where all are.
-        chunks: the prefill chunks by themselves, for the kernels; None where there are none.
+        chunks: the prefill chunks by themselves, a call of the kernels each; the reference takes
+            none.
     """
 
     rows: StepRows = None  # type: ignore[assignment]
     max_rows: int = 0
     step_rows: int = 0
-    chunks: ChunkRows | None = None
+    chunks: Sequence[ChunkRows] = ()
 
 
 class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
@@ -74,7 +75,7 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
         self._plan_step: Callable[..., None] = plan_step_torch
         self._chunk_rows: Callable[..., ChunkRows] | None = None
         layer = self.compilation_config.static_forward_context[layer_names[0]]
-        self._chunk_kernels = layer.chunk_kernels
+        self._chunk_kernels, self._at_once = layer.chunk_kernels, layer.chunks_at_once
         if layer.replay_backend == "kernels":
             # Both need Triton, which a CPU has no use for.
             from cuda_ext.backend.chunk_rows import chunk_rows
@@ -156,13 +157,14 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
     def _metadata(self, common: CommonAttentionMetadata, rows: StepRows) -> ReplayMetadata:
         row_start = common.query_start_loc_cpu
         lens = row_start.diff()
-        plan = None
+        plans = []
         if bool((lens > self.max_rows).any()):
-            plan = plan_chunks(row_start.tolist(), self.max_rows)
-        num_chunks, chunk_tokens = (len(plan.requests), plan.tokens) if plan is not None else (0, 0)
-        chunks = None
-        if plan is not None and self._chunk_rows is not None:
-            chunks = self._chunk_rows(plan, rows, self._chunk_kernels)
+            plans = plan_chunks(row_start.tolist(), self.max_rows, self._at_once)
+        num_chunks = sum(len(plan.requests) for plan in plans)
+        chunk_tokens = sum(plan.tokens for plan in plans)
+        chunks: Sequence[ChunkRows] = ()
+        if self._chunk_rows is not None:
+            chunks = [self._chunk_rows(plan, rows, self._chunk_kernels) for plan in plans]
         return ReplayMetadata(
             num_prefills=num_chunks,
             num_prefill_tokens=chunk_tokens,

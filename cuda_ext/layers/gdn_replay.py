@@ -23,6 +23,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.platforms import current_platform
 
 from cuda_ext.activation import active_backend, active_layout, chunk_kernels, torch_dtypes
+from cuda_ext.backend.chunk_plan import chunks_at_once
 from cuda_ext.backend.replay_attn import ReplayBackend, ReplayMetadata
 from cuda_ext.compat.page_binding import WatchedPages
 from cuda_ext.layers.steps import ReferenceSteps, Steps, layer_pages
@@ -56,6 +57,7 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
         replay: the layer's page; None where vLLM's own layer serves, and there are no others.
         replay_backend: what computes its steps, "kernels" or "reference".
         chunk_kernels: what computes its prefill chunks, see `activation.chunk_kernels`.
+        chunks_at_once: chunks of a call of those.
     """
 
     replay: PageLayout | None = None
@@ -70,14 +72,6 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
         self._vllm_config = vllm_config
         self.replay_backend = active_backend(vllm_config)
         self.chunk_kernels = chunk_kernels(vllm_config, self.gdn_prefill_backend)
-        self._steps = self._make_steps()
-        if current_platform.is_cpu():
-            # vLLM's CPU path calls its own core by an operator of its own; this one ends in
-            # `_forward_core` on every platform.
-            self._forward_method = self.forward_cuda
-            self.conv1d.quant_method = PlainWeight()
-
-    def _make_steps(self) -> Steps:
         heads = GdnHeads(
             self.num_k_heads,
             self.num_v_heads,
@@ -85,6 +79,15 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
             self.head_v_dim,
             self.conv_kernel_size,
         ).shard(self.tp_size)
+        self.chunks_at_once = chunks_at_once(heads)
+        self._steps = self._make_steps(heads)
+        if current_platform.is_cpu():
+            # vLLM's CPU path calls its own core by an operator of its own; this one ends in
+            # `_forward_core` on every platform.
+            self._forward_method = self.forward_cuda
+            self.conv1d.quant_method = PlainWeight()
+
+    def _make_steps(self, heads: GdnHeads) -> Steps:
         if self.replay_backend == "reference":
             return ReferenceSteps(heads)
         # Needs Triton, which a CPU has no use for.

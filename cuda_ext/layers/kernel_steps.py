@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from cuda_ext.activation import torch_dtypes
-from cuda_ext.backend.chunk_plan import plan_chunks
+from cuda_ext.backend.chunk_plan import chunks_at_once, plan_chunks
 from cuda_ext.backend.chunk_rows import chunk_rows
 from cuda_ext.backend.replay_attn import ReplayMetadata
 from cuda_ext.layers.steps import layer_pages
@@ -29,7 +29,7 @@ class KernelSteps:
     """
 
     def __init__(self, heads: GdnHeads, chunk_op: Any, chunk_kernels: str) -> None:
-        self._chunk_kernels = chunk_kernels
+        self._chunk_kernels, self._at_once = chunk_kernels, chunks_at_once(heads)
         if chunk_kernels == "portable":
             self._rule = portable_rule(heads)
         else:
@@ -49,8 +49,8 @@ class KernelSteps:
         rows, max_rows, step_rows = metadata.rows, metadata.max_rows, metadata.step_rows
         if step_rows:
             replay_decode(pages, weights, qkv, a, b, rows, max_rows, out, step_rows=step_rows)
-        if metadata.chunks is not None:
-            replay_chunks(pages, weights, qkv, a, b, metadata.chunks, max_rows, out, self._rule)
+        for chunks in metadata.chunks:
+            replay_chunks(pages, weights, qkv, a, b, chunks, max_rows, out, self._rule)
 
     def rehearse(
         self,
@@ -73,13 +73,12 @@ class KernelSteps:
             rows = StepRows(idle[:-1], idle[:-1], idle[:-1], idle)
             for step_rows in range(1, max_rows + 1):
                 replay_decode(pages, weights, qkv, a, b, rows, max_rows, out, step_rows=step_rows)
-        # As many chunks as fit, for each takes a state before and one after.
-        count = min(requests, tokens // (max_rows + 1))
+        # As many chunks as a call may have, for each takes a state before and one after.
+        count = min(requests, tokens // (max_rows + 1), self._at_once)
         if count == 0:
             return
         row_start = [tokens * i // count for i in range(count + 1)]
-        plan = plan_chunks(row_start, max_rows)
-        assert plan is not None
+        (plan,) = plan_chunks(row_start, max_rows, count)
         new = torch.zeros(count, dtype=torch.int32, device=device)
         starts = async_tensor_h2d(row_start, device=device, dtype=torch.int32)
         rows = StepRows(torch.ones_like(new), new, new, starts)

@@ -24,6 +24,7 @@ BATCHES = {
     "chunks last": [Request(3, 4, 12), Request(0, 9, 0), Request(1, 5, 17)],
     "chunks first": [Request(0, 21, 0), Request(4, 4, 40)],
     "chunks apart": [Request(0, 6, 0), Request(2, 2, 9), Request(4, 7, 33), Request(1, 1, 5)],
+    "several calls": [Request(0, 6, 0), Request(1, 5, 9), Request(2, 9, 33), Request(0, 3, 0)],
     "padding": [Request(1, 4, 8), Request(0, 6, 0), Request(0, 4, 0, slot=0)],
 }
 
@@ -31,7 +32,8 @@ BATCHES = {
 def metadata_of(step: Step) -> ReplayMetadata:
     """As the builder makes it (cuda_ext/backend/replay_attn.py)."""
     lens = [request.rows for request in step.requests]
-    plan = plan_chunks(step.rows.row_start.tolist(), step.max_rows)
+    # Two in a call, so that some steps take several calls.
+    plans = plan_chunks(step.rows.row_start.tolist(), step.max_rows, 2)
     return ReplayMetadata(
         **dict.fromkeys(
             (
@@ -48,7 +50,7 @@ def metadata_of(step: Step) -> ReplayMetadata:
         rows=step.rows,
         max_rows=step.max_rows,
         step_rows=max((rows for rows in lens if rows <= step.max_rows), default=0),
-        chunks=None if plan is None else chunk_rows(plan, step.rows, "portable"),
+        chunks=[chunk_rows(plan, step.rows, "portable") for plan in plans],
     )
 
 

@@ -296,7 +296,7 @@ def planning() -> dict[str, Any]:
     config.compilation_config.max_cudagraph_capture_size = None
     config.parallel_config.decode_context_parallel_size = 1
     pages = torch.zeros(6, 2), torch.zeros(6, 4, 4)
-    layer = MagicMock(kv_cache=pages, replay_backend="reference")
+    layer = MagicMock(kv_cache=pages, replay_backend="reference", chunks_at_once=9)
     config.compilation_config.static_forward_context = {name: layer}
     spec = MambaSpec(
         block_size=64,
