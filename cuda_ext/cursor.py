@@ -10,6 +10,11 @@ shows in the next `start`. A longer one is part of a prompt, of which nothing is
 rows go into the state at once. A request's first step starts at 0, whatever an earlier owner of the
 slot left there.
 
+No more than T_max rows are ever pending. Where a step would start further on, or before what the
+state covers, the state can't be had again: the slot is lost, its answers are NaN, and they stay so
+until a request starts there at 0. (vLLM 0.31.0 and 0.33.0 can go back behind a fold where a session
+with streamed input goes on after a stop token that was a draft, under asynchronous scheduling.)
+
 This module is the definition that `cuda_ext/backend/step_plan.py` and the GPU kernel are tested
 against. Pure integers: imports neither torch nor vLLM.
 """
@@ -20,6 +25,8 @@ from dataclasses import dataclass
 
 NULL_SLOT = 0
 """vLLM's null block: padding rows point there, and nothing is read from or written to it."""
+LOST = -1
+"""Cursor and base of a slot whose state is not what the request needs."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,8 @@ class RowPlan:
 
     Args:
         slot: page of the request; `NULL_SLOT` for a row that does nothing.
-        base: tokens that the state covers before the step. 0 means a zero state that is not read.
+        base: tokens that the state covers before the step. 0 means a zero state that is not read;
+            `LOST` that there is none.
         start: position of the first new row.
         rows: T, new rows.
         chunk: the rows are a prefill chunk, which goes into the state at once.
@@ -42,12 +50,14 @@ class RowPlan:
 
     @property
     def pending(self) -> int:
-        """Rows of earlier steps that the step folds."""
+        """Rows of earlier steps that the step folds; of no meaning where the slot is lost."""
         return self.start - self.base
 
     @property
     def covered(self) -> int:
         """Tokens that the state covers after the step: the slot's next cursor."""
+        if self.base == LOST:
+            return LOST
         return self.start + self.rows if self.chunk else self.start
 
 
@@ -68,6 +78,8 @@ def plan_row(*, slot: int, seq_len: int, rows: int, cursor: int, max_rows: int) 
         return IDLE
     start = seq_len - rows
     base = 0 if start == 0 else cursor
+    if base < 0 or not 0 <= start - base <= max_rows:
+        base = LOST
     return RowPlan(slot, base, start, rows, rows > max_rows)
 
 

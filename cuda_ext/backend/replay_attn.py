@@ -134,9 +134,9 @@ class ReplayMetadataBuilder(GDNAttentionMetadataBuilder):
     def _check_drafts(self, common: CommonAttentionMetadata, drafts: torch.Tensor) -> None:
         """vLLM's schedulers put drafts behind one token only, so a longer row holds none.
 
-        It would be a chunk here, whose rows go into the state at once, rejected ones too. The V1
-        runner tells of drafts behind one token only, so there this finds a drafter that gives more
-        than it may; the V2 runner tells of all.
+        It would be a chunk here, whose rows go into the state at once, rejected ones too. Both
+        runners tell of drafts of requests that are past their prompt only, so this finds a drafter
+        that gives more than it may.
         """
         rows = common.query_start_loc_cpu.diff()
         wrong = (drafts[: rows.shape[0]] > 0) & (rows > self.max_rows)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from cuda_ext.cursor import NULL_SLOT
+from cuda_ext.cursor import LOST, NULL_SLOT
 from cuda_ext.ops.reference import StepRows
 
 
@@ -45,13 +45,16 @@ def plan_step_torch(
     chosen = torch.where(works, pages, NULL_SLOT).long()
     first = torch.where(works, seq_lens[:count] - lens, 0)
     kept = cursor[NULL_SLOT].clone()
-    covered = torch.where(lens > max_rows, first + lens, first).to(torch.int32)
+    known = torch.where(first > 0, cursor[chosen], 0)
+    pending = first - known
+    right = (known >= 0) & (pending >= 0) & (pending <= max_rows)
+    covered = torch.where(lens > max_rows, first + lens, first)
     slot[:count].copy_(chosen)
-    base[:count].copy_(torch.where(first > 0, cursor[chosen], 0))
+    base[:count].copy_(torch.where(right, known, LOST))
     start[:count].copy_(first)
     # Requests that do nothing all write the null slot, whose cursor is then put back: so no index
     # has a length that the host would have to know.
-    cursor[chosen] = covered
+    cursor[chosen] = torch.where(right, covered, LOST).to(torch.int32)
     cursor[NULL_SLOT] = kept
 
 
@@ -77,12 +80,16 @@ class StepPlanner:
         self.max_rows = max_rows
         self._plan_step = plan_step
         # A slot that no request has used yet must not pass for one that covers something.
-        self.cursor = torch.full((slots,), -1, dtype=torch.int32, device=device)
+        self.cursor = torch.full((slots,), LOST, dtype=torch.int32, device=device)
         self.cursor[NULL_SLOT] = 0
         self._slot = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self._base = torch.zeros_like(self._slot)
         self._start = torch.zeros_like(self._slot)
         self._row_start = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
+        # Compiled here, not at the first request. The null page is nobody's.
+        nobody = torch.zeros(2, dtype=torch.int32, device=device)
+        for inert in (False, True):
+            self._plan(nobody[:1], nobody[:1], nobody, inert=inert)
 
     def plan(
         self, slots: torch.Tensor, seq_lens: torch.Tensor, row_start: torch.Tensor
@@ -129,6 +136,7 @@ class StepPlanner:
         )
 
     def _rows(self, count: int) -> StepRows:
+        assert count <= len(self._slot), (count, len(self._slot))
         return StepRows(
             self._slot[:count],
             self._base[:count],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from cuda_ext.ops.chunk import portable_rule, replay_chunks, vllm_rule
 from cuda_ext.ops.reference import Pages, StepRows, Weights
 from cuda_ext.ops.replay import replay_decode
 from cuda_ext.ring import GdnHeads, PageLayout
+
+FIRST_CHUNK = 80
+"""Rows of the first chunk of a rehearsal."""
+CHUNK_BLOCK = 64
+"""Rows of a block of vLLM's chunk kernels (`FLA_CHUNK_SIZE`)."""
 
 
 class KernelSteps:
@@ -73,18 +79,45 @@ class KernelSteps:
             rows = StepRows(idle[:-1], idle[:-1], idle[:-1], idle)
             for step_rows in range(1, max_rows + 1):
                 replay_decode(pages, weights, qkv, a, b, rows, max_rows, out, step_rows=step_rows)
-        # As many chunks as a call may have, for each takes a state before and one after.
-        count = min(requests, tokens // (max_rows + 1), self._at_once)
-        if count == 0:
-            return
-        row_start = [tokens * i // count for i in range(count + 1)]
-        (plan,) = plan_chunks(row_start, max_rows, count)
-        new = torch.zeros(count, dtype=torch.int32, device=device)
-        starts = async_tensor_h2d(row_start, device=device, dtype=torch.int32)
-        rows = StepRows(torch.ones_like(new), new, new, starts)
-        chunks = chunk_rows(plan, rows, self._chunk_kernels)
-        replay_chunks(pages, weights, qkv, a, b, chunks, max_rows, out, self._rule)
+        # The first chunk is a small one: while Triton tunes vLLM's kernels it takes scratch of its
+        # own, which would be counted on top of the largest step's.
+        small = -(-max(FIRST_CHUNK, max_rows + 1) // 16) * 16
+        for lengths in ([small], largest_step(tokens, max_rows, min(requests, self._at_once))):
+            if not lengths or sum(lengths) > tokens:
+                continue
+            row_start = [0, *accumulate(lengths)]
+            (plan,) = plan_chunks(row_start, max_rows, len(lengths))
+            new = torch.zeros(len(lengths), dtype=torch.int32, device=device)
+            starts = async_tensor_h2d(row_start, device=device, dtype=torch.int32)
+            rows = StepRows(torch.ones_like(new), new, new, starts)
+            chunks = chunk_rows(plan, rows, self._chunk_kernels)
+            replay_chunks(pages, weights, qkv, a, b, chunks, max_rows, out, self._rule)
         out.zero_()
+
+
+def largest_step(tokens: int, max_rows: int, chunks: int) -> list[int]:
+    """Lengths of the chunks that take most scratch; empty where no chunk fits.
+
+    Each chunk takes a state before and one after, and vLLM's kernels one for each block of
+    `CHUNK_BLOCK` rows begun, so that a row more than whole blocks costs most.
+
+    Args:
+        tokens: rows of the step at most.
+        max_rows: T_max.
+        chunks: at most.
+    """
+    shortest, two_blocks = max_rows + 1, CHUNK_BLOCK + 1
+    count = min(chunks, tokens // shortest)
+    if count == 0:
+        return []
+    spare = tokens - shortest * count
+    # A second block costs a chunk less than any further one.
+    longer = min(count, spare // (two_blocks - shortest))
+    spare -= longer * (two_blocks - shortest)
+    lengths = [shortest] * (count - longer) + [two_blocks] * longer
+    if longer == count:
+        lengths[-1] += spare // CHUNK_BLOCK * CHUNK_BLOCK
+    return lengths
 
 
 def _spare_pages(layout: PageLayout, device: torch.device) -> Pages:

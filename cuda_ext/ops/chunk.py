@@ -496,7 +496,8 @@ def portable_rule(heads: GdnHeads) -> ChunkRule:
         weights: Weights, mixed: Tensor, a: Tensor, b: Tensor, initial: Tensor, chunks: ChunkRows
     ) -> tuple[Tensor, Tensor]:
         o = torch.empty(chunks.tokens, HV, V, dtype=mixed.dtype, device=mixed.device)
-        final = torch.empty_like(initial)
+        # Each program reads its part before it writes it.
+        final = initial
         _chunk_rule_kernel[(triton.cdiv(V, RULE_LAUNCH.value_rows), HV, len(initial))](
             mixed,
             a,

@@ -12,8 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cuda_ext import cursor as cursors
 
-@triton.jit
+LOST = tl.constexpr(cursors.LOST)
+
+
+# Else Triton would compile it anew for one request, for a multiple of 16, and for others.
+@triton.jit(do_not_specialize=["N"])
 def _plan_kernel(
     pages,
     seq_lens,
@@ -44,8 +49,10 @@ def _plan_kernel(
         start = tl.load(seq_lens + i, mask=works, other=0).to(tl.int32) - tl.where(works, rows, 0)
         p_cursor = cursor + slot.to(tl.int64)
         base = tl.load(p_cursor, mask=works & (start > 0), other=0)
+        right = (base >= 0) & (base <= start) & (start - base <= max_rows)
+        base = tl.where(right, base, LOST)
         covered = start + tl.where(rows > max_rows, rows, 0)
-        tl.store(p_cursor, covered, mask=works)
+        tl.store(p_cursor, tl.where(right, covered, LOST), mask=works)
     tl.store(out_slot + i, slot, mask=mask)
     tl.store(out_base + i, base, mask=mask)
     tl.store(out_start + i, start, mask=mask)

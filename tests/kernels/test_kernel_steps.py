@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ pytest.importorskip("vllm", reason="the layer's seams are vLLM's")
 from cuda_ext.backend.chunk_plan import plan_chunks
 from cuda_ext.backend.chunk_rows import chunk_rows
 from cuda_ext.backend.replay_attn import ReplayMetadata
+from cuda_ext.layers import kernel_steps
 from cuda_ext.layers.kernel_steps import KernelSteps
 from cuda_ext.layers.steps import ReferenceSteps
+from cuda_ext.ops import chunk as chunks
+from cuda_ext.ops import replay
 from cuda_ext.ring import PageLayout, replay_layout
 
 MAX_ROWS = 4
@@ -54,7 +58,7 @@ def metadata_of(step: Step) -> ReplayMetadata:
     )
 
 
-def kernel_steps(step: Step) -> KernelSteps:
+def steps_of(step: Step) -> KernelSteps:
     return KernelSteps(step.heads, None, "portable")
 
 
@@ -78,7 +82,7 @@ def run(steps: Any, step: Step) -> Step:
 def test_step_equals_the_reference(kernels: Kernels, name: str) -> None:
     step = make_step(kernels, BATCHES[name], MAX_ROWS)
     expected = run(ReferenceSteps(step.heads), step.again())
-    found = run(kernel_steps(step), step.again())
+    found = run(steps_of(step), step.again())
     tolerance = 2e-2 if kernels.real else 1e-4
     torch.testing.assert_close(
         found.out, expected.out, rtol=tolerance, atol=tolerance, equal_nan=True
@@ -97,24 +101,58 @@ def test_step_equals_the_reference(kernels: Kernels, name: str) -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 3, 64])
-def test_rehearsal_runs_on_pages_of_its_own(kernels: Kernels, requests: int) -> None:
+@pytest.mark.parametrize("tokens", [3, 40, 200])
+def test_rehearsal_runs_each_launch_and_the_largest_chunks(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, requests: int, tokens: int
+) -> None:
     """On any number of rows, down to fewer than make a chunk; outputs are zeros again."""
-    step = make_step(kernels, BATCHES["chunks last"], MAX_ROWS)
-    before = step.again()
-    for tokens in (len(step.qkv), 3):
-        out = torch.zeros_like(step.out[:tokens])
-        kernel_steps(step).rehearse(
-            layout_of(step),
-            step.weights,
-            step.qkv[:tokens],
-            step.a[:tokens],
-            step.b[:tokens],
-            out,
-            MAX_ROWS,
-            requests,
+    step = make_step(kernels, [Request(0, tokens, 0)], MAX_ROWS)
+    decoded: set[tuple[int, int]] = set()
+    chunked: list[list[int]] = []
+
+    def decode(*args: Any, step_rows: int) -> None:
+        decoded.add((args[5].slot.shape[0], step_rows))
+        replay.replay_decode(*args, step_rows=step_rows)
+
+    def chunk(*args: Any) -> None:
+        chunked.append(args[5].packed.diff().tolist())
+        chunks.replay_chunks(*args)
+
+    monkeypatch.setattr(kernel_steps, "replay_decode", decode)
+    monkeypatch.setattr(kernel_steps, "replay_chunks", chunk)
+    out = torch.full_like(step.out, 7.0)
+    steps_of(step).rehearse(
+        layout_of(step), step.weights, step.qkv, step.a, step.b, out, MAX_ROWS, requests
+    )
+    assert decoded == {(n, rows) for n in {1, requests} for rows in range(1, MAX_ROWS + 1)}
+    largest = kernel_steps.largest_step(tokens, MAX_ROWS, requests)
+    small = [[kernel_steps.FIRST_CHUNK]] if tokens >= kernel_steps.FIRST_CHUNK else []
+    assert chunked == small + ([largest] if largest else [])
+    assert bool(largest) == (tokens > MAX_ROWS)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("max_rows", [1, 4, 16, 32])
+@pytest.mark.parametrize("tokens", [1, 33, 64, 65, 129, 150, 200, 300])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_no_step_takes_more_scratch_than_the_largest(
+    max_rows: int, tokens: int, chunks: int
+) -> None:
+    """Blocks that vLLM's kernels take a state for, against the most of all ways to fill a step."""
+    found = kernel_steps.largest_step(tokens, max_rows, chunks)
+    assert sum(found) <= tokens
+    assert all(rows > max_rows for rows in found)
+    count = min(chunks, tokens // (max_rows + 1))
+    assert len(found) == count
+
+    @functools.cache
+    def most(count: int, rows: int) -> int:
+        if count == 0:
+            return 0
+        return max(
+            -(-first // kernel_steps.CHUNK_BLOCK) + most(count - 1, rows - first)
+            for first in range(max_rows + 1, rows - (count - 1) * (max_rows + 1) + 1)
         )
-        assert not out.any()
-    for state, tensor in states(step.pages).items():
-        assert torch.equal(
-            tensor.view(torch.uint8), states(before.pages)[state].view(torch.uint8)
-        ), state
+
+    blocks = sum(-(-rows // kernel_steps.CHUNK_BLOCK) for rows in found)
+    assert blocks == most(count, tokens)

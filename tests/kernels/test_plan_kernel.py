@@ -9,7 +9,7 @@ import torch
 from forms import Kernels
 
 from cuda_ext.backend.step_plan import plan_step_torch
-from cuda_ext.cursor import NULL_SLOT, plan_row
+from cuda_ext.cursor import LOST, NULL_SLOT, plan_row
 from cuda_ext.ops.cursor import plan_step
 
 SLOTS, MAX_ROWS, PADDING = 400, 4, -77
@@ -47,6 +47,11 @@ def test_the_plan_is_that_of_the_definition(
     device = kernels.device
     pages, seq_lens, row_start = batch(requests, requests)
     cursor = torch.randint(0, 50, (SLOTS,), dtype=torch.int32)
+    # Most slots cover what their request needs; some a row too many, or too few.
+    starts = seq_lens - row_start.diff()
+    cursor[pages] = starts - torch.arange(requests, dtype=torch.int32) % (MAX_ROWS + 3) + 1
+    cursor[NULL_SLOT] = 0
+    lost = 0
     table = torch.full((requests, 3), 9, dtype=torch.int32)
     table[:, 0] = pages
     slot, base, start, out_row_start = out = buffers(requests, device)
@@ -64,8 +69,10 @@ def test_the_plan_is_that_of_the_definition(
         assert (int(slot[i]), int(base[i]), int(start[i])) == (row.slot, row.base, row.start), i
         if row.slot != NULL_SLOT:
             wanted[row.slot] = row.covered
+            lost += row.covered == LOST
     assert torch.equal(out_row_start[: requests + 1].cpu(), row_start)
     assert torch.equal(moved.cpu(), wanted)
+    assert requests < 100 or 0 < lost < requests // 2
     for buffer, used in zip(out, (requests, requests, requests, requests + 1), strict=True):
         assert (buffer[used:] == PADDING).all()
 

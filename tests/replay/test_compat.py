@@ -163,11 +163,6 @@ SYMBOLS = [
     Symbol(f"{LAYER}.get_attn_backend", calls=("self",)),
     Symbol(f"{LAYER}._forward_core", calls=("self", "mixed_qkv", "b", "a", "core_attn_out")),
     Symbol(
-        f"{LAYER}._warmup_prefill_kernels",
-        calls=("self", "qkv_or_qkvz", "v_dim"),
-        says=("_, state_dtype = self.get_state_dtype()",),
-    ),
-    Symbol(
         f"{LAYER}._fused_gdn_decode_unsupported_reason",
         calls=("self", "vllm_config"),
         only=SINCE_31,

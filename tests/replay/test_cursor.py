@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda_ext.cursor import IDLE, NULL_SLOT, RowPlan, plan_row, problem
+from cuda_ext.cursor import IDLE, LOST, NULL_SLOT, RowPlan, plan_row, problem
 from cuda_ext.ring import GdnHeads, replay_layout, ring_rows
 
 from .schedules import STALE, Page, Row, Schedule
@@ -104,6 +104,26 @@ def test_a_plan_that_cannot_be_right_is_told_with_its_figures(
     if found:
         for figure in ("slot 3", f"covers {base} tokens", f"starts at {start}", "4 rows", "of 32"):
             assert figure in found
+
+
+@pytest.mark.parametrize("cursor", [LOST, 39, 100 - T_MAX - 1, 101, 5000])
+@pytest.mark.parametrize("rows", [1, T_MAX, T_MAX + 1, 60])
+def test_a_slot_that_covers_something_else_is_lost_until_a_request_starts_there(
+    cursor: int, rows: int
+) -> None:
+    """NaN for one step and then a plan that looks right would be a wrong answer."""
+    step = plan(100 + rows, rows, cursor)
+    assert step.base == LOST
+    assert problem(step, R) is not None
+    for start in (100, 101, 100 + rows):
+        step = plan(start + 1, 1, step.covered)
+        assert (step.base, step.covered) == (LOST, LOST)
+    assert plan(7, 7, step.covered).base == 0
+
+
+@pytest.mark.parametrize("pending", [0, 1, T_MAX])
+def test_as_many_rows_as_a_step_has_may_be_pending(pending: int) -> None:
+    assert plan(101, 1, 100 - pending).pending == pending
 
 
 # Every schedule

@@ -90,7 +90,12 @@ def test_graphs_change_no_token(
 ) -> None:
     case = CASES[name]
     known = texts(MODEL, lengths=LENGTHS, answer=32)
-    options: dict[str, Any] = {"enforce_eager": False, **case.graphs}
+    options: dict[str, Any] = {
+        "enforce_eager": False,
+        # Room for part of a prompt beside the rows of all who decode.
+        "max_num_batched_tokens": 64 + 4 * (case.drafts + 1),
+        **case.graphs,
+    }
     if case.synchronous:
         options["async_scheduling"] = False
     if case.method is None:
