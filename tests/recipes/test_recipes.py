@@ -13,7 +13,7 @@ from vllm_gaudi_ext.planner.config import DrafterOverrides
 from vllm_gaudi_ext.planner.errors import PlanError
 from vllm_gaudi_ext.planner.facts import find_platform, load_facts
 from vllm_gaudi_ext.planner.findings import findings
-from vllm_gaudi_ext.planner.plan import Plan, make_plan
+from vllm_gaudi_ext.planner.plan import Expect, Plan, make_plan
 from vllm_gaudi_ext.planner.request import Options, make_deployment, options_from_args
 from vllm_gaudi_ext.planner.serve_args import serve_args
 from vllm_gaudi_ext.preflight import structure
@@ -26,6 +26,8 @@ NAMES = recipe_names(REPOSITORY / "recipes")
 DENSE = ["qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", "qwen3.6-27b"]
 MOE = ["qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b", "qwen3.6-35b-a3b"]
 WITHOUT_DRAFTER = ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-397b-a17b")
+PROMPT_BUDGET = 16384
+"""Tokens of prompts in a step where ReplaySSM serves, beside all decodes."""
 
 
 def serve_of(name: str) -> dict[str, Any]:
@@ -36,6 +38,26 @@ def serve_of(name: str) -> dict[str, Any]:
 
 def recipe_of(name: str) -> Recipe:
     return read_recipe(find_recipe(name) / "recipe.yaml")
+
+
+def replays(name: str) -> bool:
+    """Whether the recipe is served with ReplaySSM."""
+    options = serve_of(name).get("additional-config", {}).get("gaudi_ext", {})
+    return bool(options.get("replay") == "on")
+
+
+def expect_of(name: str, plan: Plan) -> Expect:
+    """What the planner says of the way in which the recipe is served."""
+    if not replays(name):
+        return plan.expect
+    assert plan.replay is not None
+    return Expect(
+        block_tokens=plan.replay.block_tokens,
+        state_copies=plan.replay.state_copies,
+        state_mib_per_request=plan.replay.state_mib_per_request,
+        slots=plan.expect.slots,
+        cached_tokens_multiple_of=plan.replay.cached_tokens_multiple_of,
+    )
 
 
 def plan_of(name: str, *, reading: bool = True) -> Plan:
@@ -82,10 +104,11 @@ def test_serve_yaml_says_nothing_that_vllm_drops_or_guesses(name: str) -> None:
         "tensor-parallel-size",
         "max-num-seqs",
         "max-num-batched-tokens",
-        "enable-prefix-caching",
         "mamba-ssm-cache-dtype",
     ):
         assert key in content, key
+    caching = {"enable-prefix-caching", "no-enable-prefix-caching"} & content.keys()
+    assert caching == {f"{'no-' if replays(name) else ''}enable-prefix-caching"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,13 +125,15 @@ def test_recipe_yaml_describes_the_serve_yaml_beside_it(name: str) -> None:
     assert name.startswith(f"{short}-{recipe.platform}")
     assert any("--config serve.yaml" in command for command in recipe.start)
     assert recipe.check[0] == "gaudi-ext preflight serve.yaml"
-    assert any(command.startswith("gaudi-ext check ") for command in recipe.check)
+    # It compares hits with cold runs, which have to be cached.
+    checked = any(command.startswith("gaudi-ext check ") for command in recipe.check)
+    assert checked == ("enable-prefix-caching" in content)
     assert recipe.limits
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_expect_is_what_the_planner_says(name: str) -> None:
-    assert recipe_of(name).expect.model_dump() == plan_of(name).expect.model_dump()
+    assert recipe_of(name).expect.model_dump() == expect_of(name, plan_of(name)).model_dump()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,7 +143,7 @@ def test_plan_serve_takes_the_recipes_reading(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("vllm_gaudi_ext.planner.serve_args.parse_serve_yaml", lambda path: args)
     plan = make_plan(make_deployment(Options(serve=find_recipe(name) / "serve.yaml")), findings)
     recipe = recipe_of(name)
-    assert plan.native.block_tokens == recipe.expect.block_tokens
+    assert expect_of(name, plan).block_tokens == recipe.expect.block_tokens
     said = [f.text for f in plan.findings if f.code == "recipe-reading"]
     assert len(said) == (recipe.plan is not None)
     assert recipe.plan is None or recipe.plan.arguments() in said[0]
@@ -144,6 +169,12 @@ def test_the_budget_is_whole_blocks_beside_all_decodes(name: str) -> None:
     plan = plan_of(name)
     assert [f.text for f in plan.findings if f.level == "error"] == []
     deployment, budget = plan.deployment, plan.budget
+    if replays(name):
+        # Chunks end anywhere where nothing is cached.
+        assert deployment.max_num_seqs is not None
+        decodes = deployment.max_num_seqs * (1 + deployment.drafts)
+        assert deployment.max_num_batched_tokens == PROMPT_BUDGET + decodes
+        return
     assert budget is not None
     asked = deployment.max_num_batched_tokens
     assert asked == budget.recommended
@@ -169,13 +200,22 @@ def test_a_recipe_names_the_versions_and_variables_of_its_platform(name: str) ->
         assert recipe.env == {"VLLM_PLUGINS": "gaudi_ext", "VLLM_CONTIGUOUS_PA": "false"}
         assert "0.26.0" in SpecifierSet(recipe.requires["vllm"])
         assert "0.31.0" not in SpecifierSet(recipe.requires["vllm"])
-        serving = [command for command in recipe.start if "vllm serve" in command]
-        for command in serving:
+    else:
+        assert recipe.env == ({"VLLM_PLUGINS": "gaudi_ext"} if replays(name) else {})
+        assert "0.31.0" in SpecifierSet(recipe.requires["vllm"])
+    if replays(name):
+        assert "0.31.1" not in SpecifierSet(recipe.requires["vllm"])
+    for command in recipe.start:
+        if "vllm serve" in command:
             for variable, value in recipe.env.items():
                 assert f"{variable}={value}" in command
-    else:
-        assert recipe.env == {}
-        assert "0.31.0" in SpecifierSet(recipe.requires["vllm"])
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "speculative-config" in serve_of(n)])
+def test_drafts_say_whether_replay_serves_them(name: str) -> None:
+    """With the plugin `auto` would refuse those that cache prefixes."""
+    assert replays(name) == ("dflash" in name)
+    assert replays(name) or serve_of(name)["additional-config"] == {"gaudi_ext": {"replay": "off"}}
 
 
 @pytest.mark.parametrize("name", NAMES)
