@@ -56,7 +56,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.set_ylabel("microseconds a layer")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    ours.set_ylim(bottom=0)
+    # Room for the legend above the curves.
+    ours.set_ylim(0, 1.35 * ours.get_ylim()[1])
     figure.suptitle(
         f"Fold and verify, {requests} requests, {heads[0]} key and {heads[1]} value heads, "
         f"{result['device']}, {result['date'][:10]}"

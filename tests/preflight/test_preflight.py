@@ -459,6 +459,17 @@ def test_replay_that_is_off_or_not_loaded_refuses_nothing(check: Check) -> None:
     assert of_replay(check(DRAFTS, platform="b200", environment={"VLLM_PLUGINS": "other"})) == []
 
 
+def test_block_is_that_of_the_layer_that_serves(check: Check) -> None:
+    """A page of ReplaySSM is larger than one copy of a state, and so is B."""
+    served = DRAFTS | {"enable-prefix-caching": False}
+    off = served | {"additional-config": {"gaudi_ext": {"replay": "off"}}}
+    ours, stock = (check(asked, platform="b200").block_tokens for asked in (served, off))
+    unnamed = check(served, platform="b200", environment={"VLLM_PLUGINS": "other"}).block_tokens
+    assert ours is not None
+    assert stock is not None
+    assert ours > stock == unnamed
+
+
 def test_drafts_are_served_with_replay_where_nothing_speaks_against_it(check: Check) -> None:
     served = DRAFTS | {"enable-prefix-caching": False}
     assert of_replay(check(served, platform="b200")) == []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cuda_ext.facts import ReplayFacts
-from cuda_ext.refusals import not_named, replay_problems
+from cuda_ext.refusals import not_named, replay_problems, wants_replay
 from vllm_gaudi_ext import envs, plugin
 from vllm_gaudi_ext.config import ExtOptions, read_options
 from vllm_gaudi_ext.gdn.refusals import option_problems
@@ -48,6 +48,19 @@ def nvidia_problems(
         return found([not_named()]) if options.replay == "on" else []
     facts = _facts(parsed, options, environment, plan, vllm)
     return found(replay_problems(facts))
+
+
+def serves(
+    parsed: argparse.Namespace,
+    options: ExtOptions,
+    environment: Mapping[str, str],
+    plan: Plan,
+    vllm: str | None,
+) -> bool:
+    """Whether an NVIDIA server would be served with ReplaySSM; arguments as `nvidia_problems`."""
+    if not envs.named_in_vllm_plugins(plugin.PLUGIN, environment):
+        return False
+    return wants_replay(_facts(parsed, options, environment, plan, vllm))
 
 
 def _facts(

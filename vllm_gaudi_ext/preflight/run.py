@@ -132,7 +132,10 @@ def _check_serving(
     if options is not None and gaudi:
         report.problems += replay.gaudi_option_problems(options)
     elif options is not None and plan is not None:
-        report.problems += replay.nvidia_problems(parsed, options, environment, plan, report.vllm)
+        asked = (parsed, options, environment, plan, report.vllm)
+        report.problems += replay.nvidia_problems(*asked)
+        if plan.replay is not None and replay.serves(*asked):
+            report.block_tokens = plan.replay.block_tokens
     elif options is not None:
         report.unchecked.append("what ReplaySSM would refuse, which needs the block size's facts")
     if plan is not None:
