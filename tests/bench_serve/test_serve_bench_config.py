@@ -159,6 +159,15 @@ def test_packaged_configs_ask_for_what_the_figures_were_measured_with(path: Path
     assert flags["speculative-config"]["num_speculative_tokens"] == 15
     wanted = {"max-model-len": 8192, "max-num-seqs": 256, "max-num-batched-tokens": 16384}
     assert wanted.items() <= flags.items()
+    assert config.load.waves == 3
+    # Before a point a whole step of prompts runs, and a mixed one.
+    settling = config.load.warm_up.before_each_point * config.load.prompt_tokens[0]
+    assert settling > flags["max-num-batched-tokens"]
+    # The largest decode batch of the largest point, in both arms.
+    for arm in ("stock", "replay"):
+        sizes = arm_flags(config, arm)["compilation-config"]["cudagraph_capture_sizes"]
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == 256 * (15 + 1)
 
 
 def test_a_shape_is_written_as_its_model_is(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from cuda_ext.bench.serve import engine as engines
+from cuda_ext.bench.serve.config import Load
 from cuda_ext.bench.serve.engine import ArmEngine, Watch
-from cuda_ext.bench.serve.load import Request
+from cuda_ext.bench.serve.load import Point, Request
 
 STEP_S = 0.5
 TOKENS_A_STEP = 4
@@ -84,6 +85,43 @@ def test_a_closed_loop_keeps_so_many_in_flight(engine: Engine) -> None:
     assert {round(record.ttft_s, 6) for record in records} == {STEP_S}
     assert {round(record.e2e_s, 6) for record in records} == {3 * STEP_S}
     assert records[0].tpot_ms == pytest.approx(2 * STEP_S / 8 * 1e3)
+
+
+def test_a_new_request_starts_as_soon_as_one_ends(engine: Engine) -> None:
+    """Waves have no barrier between them: the batch stays full while anyone waits."""
+    seen: list[int] = []
+    step = engine.engine.step
+
+    def watched() -> list[Any]:
+        seen.append(len(engine.engine.left))
+        return step()
+
+    engine.engine.step = watched
+    given = [Request([1], output) for output in (1, 33, 5, 5, 5, 9)]
+    records, _ = engine.serve(given, 2, ignore)
+    assert all(record.complete for record in records)
+    # One long request stays beside all others; barriers would end it before the third begins.
+    assert seen == [2] * 9 + [1]
+
+
+def test_what_settles_a_point_is_served_at_once_and_not_counted(engine: Engine) -> None:
+    engine.load = Load(concurrency=[2], prompt_tokens=(3, 5), output_tokens=[9])
+    engine.vocabulary = 64
+    sent: list[int] = []
+    send = engine._send
+
+    def watched(request: Request) -> str:
+        sent.append(request.output_tokens)
+        return send(request)
+
+    engine._send = watched
+    run = engine.point("stock", Point(2, None, 9, 6), 0, ignore)
+    assert len(run.records) == 6
+    settling = sent[:-6]
+    assert len(settling) >= 5
+    assert min(settling) >= 32
+    # All of them together, which are more than the point has in flight.
+    assert engine.engine.most == len(settling)
 
 
 def test_an_open_loop_counts_from_when_a_request_was_due(engine: Engine) -> None:

@@ -152,7 +152,7 @@ def test_one_thing_wrong_is_red_and_makes_no_ratio(name: str, tmp_path: Path) ->
 
 
 def test_stock_that_gives_no_number_is_red() -> None:
-    gates = {"stock": bench_data.gate(math.nan), "replay": bench_data.gate()}
+    gates = {"stock": bench_data.gate(math.nan, math.nan), "replay": bench_data.gate()}
     assert set(red(bench_data.results(gates=gates))) == {
         "log-probabilities, prefill",
         "log-probabilities, decode",
@@ -169,8 +169,70 @@ def test_a_few_steps_may_be_further_from_the_acceptance_length() -> None:
 def test_a_weak_check_says_that_it_is_weak() -> None:
     far = bench_data.gate() | {"prompt_alone": [[0.0] * 20, [0.0, 0.0]]}
     checks = bench_data.results(gates={"stock": far, "replay": bench_data.gate()}).checks()
-    assert ["says little" in check.note for check in checks[-2:]] == [True, True]
+    assert ["says little" in check.note for check in checks[-2:]] == [True, False]
+    far = bench_data.gate() | {"decoded": [[0.0] * 20, [0.0, 0.0]]}
+    checks = bench_data.results(gates={"stock": far, "replay": bench_data.gate()}).checks()
+    assert ["says little" in check.note for check in checks[-2:]] == [False, True]
     assert not any("says little" in check.note for check in bench_data.results().checks())
+
+
+def test_a_distance_is_held_to_stocks_own_of_the_same_kind() -> None:
+    """A large one of the other kind lends it nothing."""
+    stock = bench_data.gate(decoded=5.0)
+    assert red(bench_data.results(gates={"stock": stock, "replay": bench_data.gate(0.16)})) == [
+        "log-probabilities, prefill"
+    ]
+    stock = bench_data.gate() | {"prompt_alone": [[0.0] * 20, [0.0, 0.0]]}
+    replay = bench_data.gate(decoded=0.06)
+    assert red(bench_data.results(gates={"stock": stock, "replay": replay})) == [
+        "log-probabilities, decode"
+    ]
+
+
+def prefill(alone: int, everywhere: float) -> tuple[bool, str]:
+    """Stock 0.1 from itself at so many positions, and ReplaySSM so far from it at all 100."""
+    prompt = [[-11.0 - i % 3 for i in range(100)]]
+    stock = bench_data.gate() | {
+        "prompt": prompt,
+        "prompt_alone": [[v + 0.1 * (i < alone) for i, v in enumerate(prompt[0])]],
+    }
+    replay = bench_data.gate() | {"prompt": [[v + everywhere for v in prompt[0]]]}
+    (check,) = (
+        check
+        for check in bench_data.results(gates={"stock": stock, "replay": replay}).checks()
+        if check.name == "log-probabilities, prefill"
+    )
+    return check.ok, check.note
+
+
+def test_stock_that_seldom_differs_in_another_batch_says_by_how_much_it_does() -> None:
+    """Of 100 positions 12 differ: over all of them that would be a third of 0.1."""
+    ok, note = prefill(12, 0.14)
+    assert ok
+    assert "at 12 of 100 positions, ReplaySSM at 100" in note
+    assert not prefill(12, 0.16)[0]
+
+
+def test_stock_that_agrees_with_itself_leaves_prefill_to_what_it_decoded() -> None:
+    ok, note = prefill(0, 0.14)
+    assert ok
+    assert "0 positions differ in another batch, so as decoded and read 0.1" in note
+    assert not prefill(0, 0.16)[0]
+
+
+def test_decode_batches_past_the_graphs_are_listed_and_not_red() -> None:
+    facts = {arm: one | {"max_cudagraph_capture_size": 64} for arm, one in bench_data.FACTS.items()}
+    many = EngineFigures(5, 0, 0.5, 0, drafts=1000, accepted=8700)
+    runs = [bench_data.run("stock"), bench_data.run("replay", engine=many)]
+    results = bench_data.results(facts=facts, runs=runs)
+    assert red(results) == []
+    # 4 requests of 16 rows are 64, and 5 are 80.
+    assert results.summary()["notes"] == [
+        "decode batches in graphs, stock: at every point (graphs of up to 64 rows)",
+        "decode batches in graphs, replay: not at 4 in flight, 32 out: 80 rows "
+        "(graphs of up to 64 rows)",
+    ]
+    assert "replay: not at 4 in flight, 32 out: 80 rows" in printed(results)
 
 
 def test_distances() -> None:

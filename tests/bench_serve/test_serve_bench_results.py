@@ -157,6 +157,58 @@ def test_a_collection_is_refused_with_every_reason() -> None:
         assert reason in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"commit": "d"}, "commit: 'c' and 'd'"),
+        ({"gate": {"slack": 9.0}}, "gates of s and t differ"),
+        ({"load": {"prompt_tokens": [60, 80]}}, r"load.prompt_tokens: \(30, 40\) and \(60, 80\)"),
+        ({"load": {"waves": 2}}, "load.waves: 1 and 2"),
+    ],
+    ids=["commit", "gate", "prompts", "waves"],
+)
+def test_a_collection_is_of_one_commit_gate_and_load(changes: dict[str, Any], told: str) -> None:
+    given: dict[str, Any] = {}
+    if "gate" in changes:
+        given["config"] = bench_data.config(gate=changes["gate"])
+    if "load" in changes:
+        given["config"] = bench_data.config(load=bench_data.CONTENT["load"] | changes["load"])
+    other = other_points("t", **given)
+    other["commit"] = changes.get("commit", "c")
+    with pytest.raises(MergeRefused, match=told) as caught:
+        collect([bench_data.results().summary(), other])
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_point_of_one_arm_is_not_collected() -> None:
+    whole = bench_data.results(
+        runs=[*bench_data.results().runs, bench_data.run("stock", "16 in flight, 32 out")]
+    ).summary()
+    assert whole["gate"] == "green"
+    with pytest.raises(MergeRefused, match=r"session s: stock alone at \(16, None, 32\)"):
+        collect([whole])
+
+
+def test_a_collection_keeps_why_a_session_ended_early_and_what_it_left_out() -> None:
+    first = bench_data.results(left_out=["x"]).summary()
+    whole = collect([first, other_points("t", failure="no answer", left_out=["y"])])
+    assert whole["failure"] == "t: no answer"
+    assert whole["left_out"] == ["x", "y"]
+    assert "failure" not in collect([first])
+
+
+def test_arms_that_ran_a_point_unequally_often_give_no_ratio() -> None:
+    label = "16 in flight, 32 out"
+    runs = [*bench_data.results().runs, bench_data.run("stock", number=1)]
+    runs += [bench_data.run(arm, label) for arm in ("stock", "replay")]
+    summary = bench_data.results(runs=runs).summary()
+    assert summary["gate"] == "green"
+    assert [one["concurrency"] for one in summary["ratios"]["points"]] == [16]
+    assert summary["notes"] == [
+        "no ratio at concurrency 4, output_tokens 32: runs are 2 of stock and 1 of replay"
+    ]
+
+
 def test_the_result_says_where_torch_is_not_the_one_that_vllm_pins() -> None:
     note = provenance.torch_note("2.11.0+cu130", "2.13.0")
     assert note == "run with torch 2.11.0+cu130; this vLLM pins torch 2.13.0"

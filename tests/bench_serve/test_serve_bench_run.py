@@ -16,7 +16,7 @@ from cuda_ext.bench.serve import run as runs
 from cuda_ext.bench.serve.arms import ArmFailed
 from cuda_ext.bench.serve.load import Point, points
 from cuda_ext.bench.serve.measure import Run
-from cuda_ext.bench.serve.plan import Budget, Step, steps
+from cuda_ext.bench.serve.plan import WARM, Budget, Step, steps
 from cuda_ext.bench.serve.progress import Reporter
 
 POINTS = points(bench_data.config().load)
@@ -51,15 +51,17 @@ def step(arm: Any, requests: int, output: int = 32, pair: int = 0) -> Step:
     return Step(arm, Point(requests, None, output, requests), 0, pair)
 
 
-def test_estimates_come_from_the_nearest_point_of_the_same_arm() -> None:
+def test_an_estimate_before_two_points_is_the_nearest_one_scaled() -> None:
     budget = Budget(100.0)
     assert budget.estimate(step("stock", 16)) == 0.0
     budget.saw_step(step("replay", 16), 2.0)
     assert budget.estimate(step("stock", 16)) == 2.0
     budget.saw_step(step("stock", 16), 4.0)
-    budget.saw_step(step("stock", 1), 1.0)
     assert budget.estimate(step("stock", 16)) == 4.0
     assert budget.estimate(step("stock", 16, 64)) == 8.0
+    # Three waves take thrice as long as one.
+    three = Step("stock", Point(16, None, 32, 48), 0, 0)
+    assert budget.estimate(three) == pytest.approx(12.0)
     # More requests cost more, but less than in proportion; fewer cost less.
     assert 4.0 < budget.estimate(step("stock", 64)) < 16.0
     assert 1.0 < budget.estimate(step("stock", 8)) < 4.0
@@ -67,14 +69,64 @@ def test_estimates_come_from_the_nearest_point_of_the_same_arm() -> None:
     assert budget.estimate(slow) == 32.0
 
 
+def test_of_points_seen_prompts_and_decoding_are_told_apart() -> None:
+    """0.5 s a prompt, and a step of 0.01 s at one request that grows with the batch to the 3/4."""
+    budget = Budget(1e6)
+
+    def truth(requests: int, output: int) -> float:
+        return 0.5 * requests + 0.01 * output * requests**0.75
+
+    for requests, output in ((16, 512), (64, 512)):
+        budget.saw_step(step("stock", requests, output), truth(requests, output))
+    # In proportion to the output it would be twice that: prompts are no longer than before.
+    wanted = truth(64, 3072)
+    assert budget.estimate(step("stock", 64, 3072)) == pytest.approx(wanted)
+    assert budget.estimate(step("stock", 256, 512)) == pytest.approx(truth(256, 512))
+    # What was seen stands for itself.
+    budget.saw_step(step("stock", 64, 512), 99.0)
+    assert budget.estimate(step("stock", 64, 512)) == 99.0
+
+
+def test_what_the_formula_has_no_floor_for_is_scaled() -> None:
+    """All points had larger batches: one request takes more than a 64th of what 64 take."""
+    budget = Budget(1e6)
+    budget.saw_step(step("stock", 64, 512), 20.0)
+    budget.saw_step(step("stock", 256, 512), 80.0)
+    assert budget.estimate(step("stock", 1, 512)) == pytest.approx(20.0 / 64**0.25)
+
+
+def test_a_fit_is_never_below_nothing() -> None:
+    budget = Budget(1e6)
+    # Thrice the output in no more time: only prompts seem to count.
+    budget.saw_step(step("stock", 16, 32), 4.0)
+    budget.saw_step(step("stock", 16, 96), 3.9)
+    assert budget.estimate(step("stock", 16, 960)) == pytest.approx(3.95, abs=0.01)
+
+
+def test_a_restart_costs_what_that_arm_last_took_and_the_runs_first_start_counts_for_less() -> None:
+    budget = Budget(100.0, restart=True)
+    assert budget.change("stock") == 0.0
+    budget.saw_start("stock", 250.0)
+    assert budget.change("replay") == budget.change("stock") == 250.0 * WARM
+    budget.saw_start("replay", 74.0)
+    assert (budget.change("replay"), budget.change("stock")) == (74.0, 250.0 * WARM)
+    budget.saw_start("stock", 80.0)
+    assert (budget.change("replay"), budget.change("stock")) == (74.0, 80.0)
+    asleep = Budget(100.0)
+    asleep.saw_start("stock", 250.0)
+    asleep.saw_switch(3.0)
+    assert asleep.change("replay") == 3.0
+
+
 def test_a_step_is_owed_with_its_pair_and_with_what_was_begun() -> None:
     budget = Budget(100.0, restart=True)
-    budget.saw_start(50.0)
+    budget.saw_start("stock", 50.0)
     budget.saw_step(step("stock", 4), 3.0)
     four, two = step("stock", 4), step("stock", 4, pair=1)
     plan = [four, two, step("replay", 4), step("replay", 4, pair=1)]
     # Both points of the other arm, and its start.
-    assert budget.obligation(1, plan, {0}, "stock") == 3.0 + 50.0 + 3.0 + 3.0
+    owed = budget.obligation(1, plan, {0}, "stock")
+    assert owed == pytest.approx(3.0 + 50.0 * WARM + 3.0 + 3.0)
     assert budget.allows(59.0, 41.0)
     assert not budget.allows(59.0, 41.1)
     assert Budget(None).allows(1e9, 1e9)
@@ -208,7 +260,7 @@ def test_what_the_budget_does_not_allow_is_left_out_and_said(
 def test_the_first_arm_leaves_time_for_the_other(tmp_path: Path, fake: type[FakeArm]) -> None:
     fake.seconds = staticmethod(lambda arm, point: 5.0)
     # One start and one point of each arm fit, not a second point of both.
-    found = do(tmp_path, budget_s=45.0, interleave="restart")
+    found = do(tmp_path, budget_s=35.0, interleave="restart")
     assert [(p["arm"], p["concurrency"]) for p in found["points"]] == [("stock", 4), ("replay", 4)]
     assert len(found["left_out"]) == 2
 
@@ -292,6 +344,15 @@ def test_what_cannot_be_run_is_told_and_writes_nothing(
     assert runs.main(arguments) == 2
     assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_waves_of_the_command_stand_before_the_yamls() -> None:
+    def waves(*more: str) -> list[int]:
+        found = runs._configured(runs._parser().parse_args(["h200-4b", *more]))
+        return [point.requests for point in points(found.load)][:2]
+
+    assert waves() == [3, 12]
+    assert waves("--waves", "1") == [1, 4]
 
 
 def test_the_command_of_a_result_names_no_folder() -> None:

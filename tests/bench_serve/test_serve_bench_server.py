@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import bench_data
 import pytest
 
+from cuda_ext.bench.serve import server
+from cuda_ext.bench.serve.arms import OutOfTime
+from cuda_ext.bench.serve.config import arm_environment, arm_flags
 from cuda_ext.bench.serve.load import Point
 from cuda_ext.bench.serve.server import (
+    ServerArm,
     client_arguments,
     metric_labels,
     metric_sums,
@@ -109,3 +116,51 @@ def test_a_server_needs_a_checkpoint_with_a_tokenizer() -> None:
     serve = bench_data.CONTENT["serve"] | {"skip_tokenizer_init": True}
     (told,) = server_problems(bench_data.config(serve=serve))
     assert told.startswith("serve.skip-tokenizer-init")
+
+
+def alive(pid: int) -> bool:
+    """Neither gone nor a zombie that nobody asks for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_servers_engine_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the server hears nothing, and its engine would be left with the device."""
+    monkeypatch.setattr(ServerArm, "module", "stub_server")
+    monkeypatch.setattr(server, "READY_POLL_S", 0.02)
+    monkeypatch.setattr(server, "STOP_S", 0.1)
+    here = str(Path(__file__).resolve().parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+    told = tmp_path / "engine.pid"
+
+    def until_told(self: ServerArm) -> None:
+        assert self._process is not None
+        assert self._process.poll() is None
+        if told.is_file():
+            raise OutOfTime("the engine is there")
+
+    monkeypatch.setattr(ServerArm, "_check_alive", until_told)
+    config = bench_data.config()
+    flags, environment = arm_flags(config, "stock"), arm_environment(config, "stock")
+    arm = ServerArm("stock", config, flags, environment, tmp_path, None, port=1)
+    try:
+        with pytest.raises(OutOfTime):
+            arm.start(lambda _: None)
+        engine = int(told.read_text())
+        assert alive(engine)
+    finally:
+        arm.stop(force=True)
+    assert arm._process is not None
+    assert arm._process.returncode == -signal.SIGKILL
+    try:
+        # Killed is not yet gone.
+        for _ in range(500):
+            if not alive(engine):
+                break
+            time.sleep(0.01)
+        assert not alive(engine)
+    finally:
+        if alive(engine):
+            os.kill(engine, signal.SIGKILL)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +123,18 @@ RED: dict[str, tuple[Change, str]] = {
         set_in("stock", layers="ReplayGatedDeltaNetAttention"),
         "stock was served by ReplayGatedDeltaNetAttention",
     ),
+    "replay never drafted": (
+        set_round("replay", acceptance_length=None),
+        "replay, in halves: nothing was drafted, with mtp",
+    ),
+    "stock never drafted": (
+        set_round("stock", acceptance_length=None),
+        "stock, in halves: nothing was drafted, with mtp",
+    ),
+    "the faulty arm never drafted": (
+        set_round("replay-lost-row", acceptance_length=None),
+        "replay-lost-row, in halves: nothing was drafted, with mtp",
+    ),
     "there is no stock": (
         lambda found: [found.pop(arm) for arm in list(found) if arm.startswith("stock")],
         "arms `stock` and `replay` are both needed",
@@ -135,6 +149,29 @@ def test_a_fault_of_the_run_is_red(name: str) -> None:
     change(found)
     problems, _ = judge(found)
     assert any(found.startswith(problem) for found in problems), problems
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_green_result_says_where_sensitivity_was_not_shown(
+    shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = green()
+
+    def run(job: score.Job, arms: list[str], folder: Path, *_: Any) -> list[str]:
+        for arm in arms:
+            (folder / f"{arm}.answers.json").write_text(json.dumps(sound[arm]))
+        return []
+
+    monkeypatch.setattr(score, "run", run)
+    monkeypatch.setattr(score, "provenance", lambda *_: {})
+    arms = ["stock", "replay", *(["replay-lost-row"] if shown else [])]
+    given = ["model", "--out", str(tmp_path), "--arms", ",".join(arms), "--seed", str(JOB.seed)]
+    given += ["--prompts", str(JOB.prompts), "--output", str(JOB.output)]
+    assert score.main(given) == 0
+    result = json.loads((tmp_path / "copy-task.json").read_text())
+    assert result["gate"] == "green"
+    told = ["sensitivity was not shown: replay-lost-row, whose state is wrong, was not run"]
+    assert result["notes"] == ([] if shown else told)
 
 
 def test_arms_differ_in_what_their_names_say_and_in_nothing_else() -> None:

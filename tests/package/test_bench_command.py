@@ -55,8 +55,8 @@ def test_serve_hands_every_option_on(here: Path, monkeypatch: pytest.MonkeyPatch
         "cuda_ext.bench.serve.run.main", lambda arguments: seen.append(arguments) or 1
     )
     asked = "h200-4b --out o --mode server --interleave restart --arm stock --concurrency 16,64 "
-    asked += "--output-tokens 512 --repeats 3 --budget-s 60.0 --session s --checks c.json "
-    asked += "--port 9000 --commit c"
+    asked += "--output-tokens 512 --waves 2 --repeats 3 --budget-s 60.0 --session s "
+    asked += "--checks c.json --port 9000 --commit c"
     assert CliRunner().invoke(app, ["bench", "serve", *asked.split()]).exit_code == 1
     (found,) = seen
     assert found[0] == "h200-4b"

@@ -85,6 +85,13 @@ def serve(
     output_tokens: Annotated[
         str | None, typer.Option(help="Output lengths instead of the YAML's: 512,3072.")
     ] = None,
+    waves: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Closed loop: requests for each in flight, instead of the YAML's; 1 is one burst.",
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of each point and arm.")] = 1,
     budget_s: Annotated[
         float | None, typer.Option(min=1, help="Seconds; a point that would pass is left out.")
@@ -118,6 +125,7 @@ def serve(
         "arm": arm and arm.value,
         "concurrency": concurrency,
         "output-tokens": output_tokens,
+        "waves": waves,
         "repeats": repeats,
         "budget-s": budget_s,
         "session": session,

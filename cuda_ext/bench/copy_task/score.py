@@ -3,10 +3,12 @@
 Every arm is a process of its own with vLLM's engine in it; all arms answer the same prompts with
 temperature 0, each of them twice, in two batch compositions (`ROUNDS`). The gate, `verdict`:
 
-* each arm ran the layer that it is named after, and all answers have their full length;
+* each arm ran the layer that it is named after, drafted in every round if it has a method of
+  drafts, and all answers have their full length;
 * the model can do it: stock's word error rate is at most `STOCK_MAY_ERR`;
 * the truth is hard enough: a state that loses rows (arm `replay-lost-row`, where it is run) has
-  more word errors than the gate allows;
+  more word errors than the gate allows; where it is not run, the result's `notes` say that this
+  was not shown;
 * ReplaySSM's word errors are no more than the most that stock had in a round, plus the most words
   in which two rounds of stock differ. Rounds of stock differ by rounding alone, so this is what
   rounding does to the count; where no round of stock changes a word, ReplaySSM may not either;
@@ -21,7 +23,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -262,6 +264,8 @@ def verdict(
             errors, length = entry["word_errors"], entry["acceptance_length"]
             if not entry["complete"]:
                 problems.append(f"{where}: answers are too short")
+            if ARMS[arm].method and length is None:
+                problems.append(f"{where}: nothing was drafted, with {ARMS[arm].method}")
             if ARMS[arm].lost_row:
                 if errors <= allowed:
                     problems.append(
@@ -274,12 +278,19 @@ def verdict(
             if errors > allowed:
                 problems.append(f"{where}: {errors} word errors, {allowed} allowed")
             other = table.get(arm.replace("replay", "stock"), {}).get(name)
-            if length is None or other is None:
+            wanted = other["acceptance_length"] if other else None
+            if length is None or wanted is None:
                 continue
-            wanted = other["acceptance_length"]
             if abs(length - wanted) > ACCEPTANCE_MAY_DIFFER * wanted:
                 problems.append(f"{where}: acceptance length {length}, stock has {wanted}")
     return problems, allowed
+
+
+def notes(arms: Collection[str]) -> list[str]:
+    """What a green gate of these arms does not say."""
+    if any(ARMS[arm].lost_row for arm in arms):
+        return []
+    return ["sensitivity was not shown: replay-lost-row, whose state is wrong, was not run"]
 
 
 def provenance(command: Sequence[str], commit: str | None) -> dict[str, Any]:
@@ -424,6 +435,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arm: {k: v for k, v in entry.items() if k not in ROUNDS} for arm, entry in found.items()
         }
     result["problems"] = problems
+    result["notes"] = notes(found)
     result["gate"] = "red" if problems else "green"
     (options.out / "copy-task.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "job"}, indent=1))

@@ -64,7 +64,11 @@ class WarmUp(_Strict):
 
     requests: Whole = 8
     output_tokens: Whole = 64
-    before_each_point: Count = Field(default=2, description="requests, of 16 tokens each")
+    before_each_point: Count = Field(
+        default=5,
+        description="requests, of 32 tokens each, sent at once: five of 3,300 tokens and more fill "
+        "a step of 16,384, leave a mixed one, and then decode",
+    )
 
 
 class Gate(_Strict):
@@ -92,7 +96,9 @@ class Load(_Strict):
     )
     open_requests: Whole = Field(default=64, description="requests of an open-loop point")
     waves: Whole = Field(
-        default=1, description="requests of a closed-loop point, for each in flight"
+        default=1,
+        description="requests of a closed-loop point, for each in flight: a new one starts when "
+        "one ends, and 1 is a single burst",
     )
     prompt_tokens: Range
     output_tokens: list[Whole] = Field(min_length=1)

@@ -29,7 +29,6 @@ from cuda_ext.bench.serve.measure import EngineFigures, Record, Run
 
 FIT_TOKENS = 8192
 PROGRESS_S = 1.0
-SETTLING_TOKENS = 16
 
 
 class Watch:
@@ -163,6 +162,7 @@ class ArmEngine:
             "model_runner": type(worker.model_runner).__module__,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "max_cudagraph_capture_size": config.compilation_config.max_cudagraph_capture_size,
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
@@ -280,7 +280,7 @@ class ArmEngine:
         """Measure one point."""
         given = loads.requests(self.load, point, run, self.vocabulary)
         settling = loads.warm_up_requests(
-            self.load, self.load.warm_up.before_each_point, SETTLING_TOKENS, self.vocabulary
+            self.load, self.load.warm_up.before_each_point, loads.SETTLING_TOKENS, self.vocabulary
         )
         self.serve(settling, len(settling), lambda _: None)
         gc.collect()

@@ -14,6 +14,10 @@ from typing import Any
 
 from cuda_ext.bench.serve.config import Gate, Load
 
+SETTLING_TOKENS = 32
+"""Of each request that is served before a point and not measured: decoding with and without
+prompts beside it, so that graphs of both kinds have run."""
+
 
 @dataclass(frozen=True)
 class Point:

@@ -61,6 +61,8 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    for note in summary.get("notes", ()):
+        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
     if summary.get("torch_note"):
         console.print(summary["torch_note"], markup=False, highlight=False)
     table = Table(title="requests of 8k that fit: " + _fits(summary["fit_8k"]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_ext.bench.serve.checks import Check, gate_checks, is_green
+from cuda_ext.bench.serve.checks import Check, gate_checks, graph_notes, is_green
 from cuda_ext.bench.serve.config import ARMS, BenchConfig
 from cuda_ext.bench.serve.load import Point, points
 from cuda_ext.bench.serve.measure import Run, figures
@@ -27,6 +27,7 @@ RATIOS = {
     "e2e_p50_s": False,
 }
 _MUST_AGREE = ("machine", "versions", "session", "mode")
+_PLACE = ("concurrency", "request_rate", "output_tokens")
 
 
 class MergeRefused(ValueError):
@@ -77,6 +78,8 @@ class Results:
         }
         if green:
             found["ratios"] = ratios(self.facts, lines)
+        if notes := [*graph_notes(self.facts, self.runs), *_unequal(lines)]:
+            found["notes"] = notes
         if self.left_out:
             found["left_out"] = self.left_out
         if self.failure:
@@ -153,18 +156,15 @@ def ratios(
 ) -> dict[str, Any]:
     """How much better ReplaySSM is; above 1 is better, for latencies too.
 
-    Only for a green gate: whoever calls this has asked.
+    A point has one where both arms did it equally often. Only for a green gate: whoever calls this
+    has asked.
     """
     found: dict[str, Any] = {"points": []}
     stock, replay = (facts.get(arm, {}).get("fit_8k") for arm in ARMS)
     if stock and replay:
         found["fit_8k"] = round(replay / stock, 3)
-    places: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
-    for line in lines:
-        place = tuple(line[name] for name in ("concurrency", "request_rate", "output_tokens"))
-        places.setdefault(place, {})[line["arm"]] = line
-    for (concurrency, rate, tokens), sides in places.items():
-        if set(sides) != set(ARMS):
+    for (concurrency, rate, tokens), sides in _places(lines).items():
+        if set(sides) != set(ARMS) or len({line["runs"] for line in sides.values()}) > 1:
             continue
         one: dict[str, Any] = {
             "concurrency": concurrency,
@@ -176,6 +176,25 @@ def ratios(
             if theirs and ours:
                 one[name] = round(ours / theirs if higher_is_better else theirs / ours, 3)
         found["points"].append(one)
+    return found
+
+
+def _places(
+    lines: Iterable[Mapping[str, Any]],
+) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
+    found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for line in lines:
+        found.setdefault(tuple(line[name] for name in _PLACE), {})[line["arm"]] = line
+    return found
+
+
+def _unequal(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    found = []
+    for place, sides in _places(lines).items():
+        counts = [f"{line['runs']} of {arm}" for arm, line in sides.items()]
+        if len({line["runs"] for line in sides.values()}) > 1:
+            named = ", ".join(f"{k} {v}" for k, v in zip(_PLACE, place, strict=True) if v)
+            found.append(f"no ratio at {named}: runs are {' and '.join(counts)}")
     return found
 
 
@@ -237,7 +256,7 @@ def load_summary(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise MergeRefused(f"{path}: {error}") from None
-    needed = ("gate", "session", "versions", "device", "mode", "config", "points")
+    needed = ("gate", "session", "commit", "versions", "device", "mode", "config", "points")
     if not isinstance(found, dict) or any(name not in found for name in needed):
         raise MergeRefused(f"{path}: not the result of a serving benchmark")
     return found
@@ -287,14 +306,14 @@ def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One result of several that each have both arms: a long matrix spread over several leases.
 
     Every ratio is still of one session. Points carry their session, and `sessions` says where each
-    was run.
+    was run. A session that ended early is taken with what it has, and its `failure` is kept.
 
     Args:
         given: contents of result files.
 
     Raises:
-        MergeRefused: one is red or of one arm, they differ in versions, device, mode or flags, or
-            have a point twice.
+        MergeRefused: one is red, a point lacks an arm or is there twice, or they differ in commit,
+            versions, device, mode, flags, gate, or in prompt lengths, token ids or waves.
     """
     first, found = given[0], []
     for one in given:
@@ -302,25 +321,39 @@ def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             found.append(f"session {one['session']}: the gate is {one['gate']}")
         found += [
             f"{name}: {first[name]!r} and {one[name]!r}"
-            for name in ("versions", "device", "mode")
+            for name in ("commit", "versions", "device", "mode")
             if first[name] != one[name]
+        ]
+        if first["config"]["gate"] != one["config"]["gate"]:
+            found.append(f"gates of {first['session']} and {one['session']} differ")
+        found += [
+            f"load.{name}: {first['config']['load'][name]!r} and {one['config']['load'][name]!r}"
+            for name in ("prompt_tokens", "token_ids", "waves")
+            if first["config"]["load"][name] != one["config"]["load"][name]
+        ]
+        found += [
+            f"session {one['session']}: {', '.join(sides)} alone at {place}"
+            for place, sides in _places(one["points"]).items()
+            if set(sides) != set(ARMS)
         ]
         if any(
             first["config"][name] != one["config"][name]
             for name in ("shape", "serve", "acceptance_length", "environment")
         ):
             found.append(f"flags of {first['session']} and {one['session']} differ")
-    places = [
-        (p["arm"], p["concurrency"], p["request_rate"], p["output_tokens"])
-        for one in given
-        for p in one["points"]
-    ]
+    places = [(p["arm"], *(p[name] for name in _PLACE)) for one in given for p in one["points"]]
     found += [f"measured twice: {place}" for place in {p for p in places if places.count(p) > 1}]
     if found:
         lines = "".join(f"\n  {n}. {text}" for n, text in enumerate(dict.fromkeys(found), 1))
         raise MergeRefused(f"these can't be collected:{lines}")
     kept = ("session", "machine", "date", "command", "commit", "fit_8k", "checks")
-    whole = {k: v for k, v in first.items() if k not in ("left_out", "failure", "checks")}
+    whole = {k: v for k, v in first.items() if k not in ("left_out", "failure", "checks", "notes")}
+    for name in ("left_out", "notes"):
+        if texts := [text for one in given for text in one.get(name, ())]:
+            whole[name] = texts
+    failures = [f"{one['session']}: {one['failure']}" for one in given if one.get("failure")]
+    if failures:
+        whole["failure"] = "; ".join(failures)
     return whole | {
         "command": " && ".join(dict.fromkeys(one["command"] for one in given)),
         "sessions": [{name: one[name] for name in kept} for one in given],

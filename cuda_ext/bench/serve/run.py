@@ -161,7 +161,7 @@ class _Run:
             self.reporter.say(f"switched to {arm} in {taken:.1f} s")
         else:
             self.start(arm)
-            self.budget.saw_start(time.monotonic() - begin)
+            self.budget.saw_start(arm, time.monotonic() - begin)
         self.awake = arm
 
     def start(self, arm: Arm) -> None:
@@ -297,6 +297,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arm", choices=ARMS, help="only this one, for a partial result")
     parser.add_argument("--concurrency", type=_numbers, help="instead of the config's: 16,64,256")
     parser.add_argument("--output-tokens", type=_numbers, help="instead of the config's: 512,3072")
+    parser.add_argument(
+        "--waves", type=int, help="closed loop: requests for each in flight; 1 is one burst"
+    )
     parser.add_argument("--repeats", type=int, default=1, help="of each point and arm")
     parser.add_argument("--budget-s", type=float, help="start nothing that would pass this")
     parser.add_argument("--session", help="what partial results must share to be merged")
@@ -318,6 +321,8 @@ def _configured(chosen: argparse.Namespace) -> BenchConfig:
         changed["request_rates"] = []
     if chosen.output_tokens:
         changed["output_tokens"] = chosen.output_tokens
+    if chosen.waves is not None:
+        changed["waves"] = chosen.waves
     whole = config.model_dump()
     whole["load"] |= changed
     if chosen.interleave:

@@ -7,9 +7,12 @@ HTTP calls need VLLM_SERVER_DEV_MODE, or one is stopped before the other starts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -175,6 +178,8 @@ class ServerArm:
         port: of the stock server; the other one has the next.
     """
 
+    module = "vllm.entrypoints.cli.main"
+
     def __init__(
         self,
         arm: Arm,
@@ -206,11 +211,16 @@ class ServerArm:
     def start(self, tick: Tick) -> dict[str, Any]:
         """Start the server and wait until it answers."""
         begin = time.monotonic()
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+        command = [sys.executable, "-m", self.module, "serve"]
         command += ["--config", str(self._flags), "--host", "127.0.0.1", "--port", str(self._port)]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=self._environment
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                # A group of its own, to be ended with its engine and workers.
+                start_new_session=True,
             )
         while True:
             self._check_alive()
@@ -258,7 +268,8 @@ class ServerArm:
         """Measure one point."""
         settling = self._config.load.warm_up.before_each_point
         if settling:
-            self._bench(Point(settling, None, 16, settling), -1, lambda _: None)
+            quiet = Point(settling, None, loads.SETTLING_TOKENS, settling)
+            self._bench(quiet, -1, lambda _: None)
         sampler = _Sampler(self._client, tick, point.requests)
         try:
             result = self._bench(point, run, tick)
@@ -276,7 +287,7 @@ class ServerArm:
     def _bench(self, point: Point, run: int, tick: Tick) -> dict[str, Any]:
         result = self._folder / f"{self.arm}.client.json"
         result.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+        command = [sys.executable, "-m", self.module, "bench", "serve"]
         command += client_arguments(self._config, point, run, self._url, self._model, result)
         command += ["--tokenizer", self._tokenizer]
         try:
@@ -344,9 +355,10 @@ class ServerArm:
         self._client.post("/wake_up").raise_for_status()
 
     def stop(self, *, force: bool = False) -> None:
-        """End the server, by force where it does not by itself.
+        """End the server, and by force whatever is left of its process group.
 
-        It is asked in any case: its engine is a process of its own, which it ends.
+        It is asked in any case: its engine is a process of its own, which it ends, and which would
+        keep the device if it did not.
         """
         self._client.close()
         if self._process is None:
@@ -355,7 +367,10 @@ class ServerArm:
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
 
