@@ -16,7 +16,6 @@ import argparse
 import functools
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.bench import plot
+from cuda_ext.bench.provenance import commit as checkout
 from cuda_ext.ops import launch, reference
 from cuda_ext.ops.conv_update import conv_update
 from cuda_ext.ops.fold_verify import CudaBuild, compile_cuda, fold_verify
@@ -475,14 +475,6 @@ def compile_ahead(shapes: Sequence[Shape], longest: int) -> None:
 
 def provenance(command: Sequence[str], commit: str | None) -> dict[str, Any]:
     """Command, commit, versions, device and date of a run."""
-    if commit is None:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-        )
-        commit = found.stdout.strip() or "unknown"
     versions = {"cuda": torch.version.cuda}
     for name in ("torch", "triton", "vllm"):
         try:
@@ -491,7 +483,7 @@ def provenance(command: Sequence[str], commit: str | None) -> dict[str, Any]:
             versions[name] = "not installed"
     return {
         "command": " ".join(command),
-        "commit": commit,
+        "commit": checkout() if commit is None else commit,
         "versions": versions,
         "device": torch.cuda.get_device_name(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -9,7 +9,7 @@ from typing import Any
 import bench_data
 import pytest
 
-from cuda_ext.bench.serve import provenance
+from cuda_ext.bench import provenance
 from cuda_ext.bench.serve.results import (
     MergeRefused,
     Results,

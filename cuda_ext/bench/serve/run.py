@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cuda_ext.bench.provenance import provenance
 from cuda_ext.bench.serve import plots, report
 from cuda_ext.bench.serve.arms import ArmFailed, ArmProcess, OutOfTime
 from cuda_ext.bench.serve.checks import Check
@@ -33,7 +34,6 @@ from cuda_ext.bench.serve.config import (
 from cuda_ext.bench.serve.load import points
 from cuda_ext.bench.serve.plan import Budget, Step, steps
 from cuda_ext.bench.serve.progress import Reporter
-from cuda_ext.bench.serve.provenance import provenance
 from cuda_ext.bench.serve.results import (
     MergeRefused,
     Results,
