@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cuda_ext.capture_sizes import uncaptured
 from cuda_ext.facts import replay_facts
+from cuda_ext.packing import attention_layers, packed_layout
 from cuda_ext.refusals import backend_of
 from cuda_ext.ring import PageLayout, native_layout
 from vllm_gaudi_ext import problems
 from vllm_gaudi_ext.log import logger_for
 from vllm_gaudi_ext.planner import arithmetic
-from vllm_gaudi_ext.planner.arithmetic import AttentionLayers, Layout
+from vllm_gaudi_ext.planner.arithmetic import Layout
 from vllm_gaudi_ext.problems import Problem
 from vllm_gaudi_ext.version import __version__
 
@@ -92,6 +95,13 @@ def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int
         if facts.drafts
         else "No drafts, so no copies are saved"
     )
+    packed = packed_pool(vllm_config)
+    padded = vllm_config.cache_config.mamba_page_size_padded or page.nbytes
+    placed = (
+        f"packed with others into blocks of {packed.block_bytes}"
+        if packed
+        else f"padded to {padded}"
+    )
     gained = "requests gained unknown (a layout that the planner does not know)"
     gain = requests_gained(vllm_config, page, specs.values(), blocks)
     if gain is not None:
@@ -101,7 +111,7 @@ def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int
         )
     logger_for(__name__).info(
         "gaudi_ext %s: ReplaySSM is active for %d GDN layers, %s backend. %s; ring of R=%d rows, "
-        "page %d bytes (ring %d, padded to %d); %s.",
+        "page %d bytes (ring %d, %s); %s.",
         __version__,
         len(states),
         backend_of(facts),
@@ -109,8 +119,36 @@ def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int
         page.ring_rows,
         page.nbytes,
         page.ring_bytes,
-        specs[prefix].page_size_bytes,
+        placed,
         gained,
+    )
+    _warn_of_graphs(vllm_config, facts.rows)
+
+
+def _warn_of_graphs(vllm_config: VllmConfig, rows: int) -> None:
+    """Say so where the largest decode steps run without CUDA graphs, and how they would not."""
+    compilation = vllm_config.compilation_config
+    if not compilation.cudagraph_capture_sizes:
+        return
+    scheduler = vllm_config.scheduler_config
+    sizes = uncaptured(
+        compilation.cudagraph_capture_sizes,
+        rows,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+    )
+    if sizes is None:
+        return
+    largest = max(compilation.cudagraph_capture_sizes)
+    logger_for(__name__).warning(
+        "gaudi_ext: decode steps of more than %d requests run without CUDA graphs (%d rows each, "
+        "graphs of up to %d tokens, --max-num-seqs %d), and are slower for it; "
+        "--compilation-config '%s' covers them all.",
+        largest // rows,
+        rows,
+        largest,
+        scheduler.max_num_seqs,
+        json.dumps({"cudagraph_capture_sizes": sizes}),
     )
 
 
@@ -119,6 +157,15 @@ def is_first_rank() -> bool:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank() == 0
+
+
+def packed_pool(vllm_config: VllmConfig) -> Layout | None:
+    """The layout of a pool that vLLM packed; None where it did not, for whatever reason.
+
+    An operator's own `VLLM_KV_CACHE_LAYOUT` can stand against it.
+    """
+    name = getattr(vllm_config.cache_config, "kv_cache_layout", None) or ""
+    return packed_layout(vllm_config) if name.startswith("B") else None
 
 
 def requests_gained(
@@ -139,7 +186,7 @@ def requests_gained(
     facts = replay_facts(vllm_config)
     assert facts.heads is not None
     specs = list(specs)
-    attention = _attention(specs)
+    attention = attention_layers(specs)
     gdn_layers = sum(hasattr(spec, "mamba_type") for spec in specs)
     # vLLM's block size itself is overwritten by the smallest of all groups' before this is asked.
     padded = vllm_config.cache_config.mamba_page_size_padded
@@ -165,6 +212,7 @@ def requests_gained(
             break
     else:
         return None
+    ours = packed_pool(vllm_config) or ours
     tokens = vllm_config.model_config.max_model_len
     pool_bytes = blocks * ours.block_bytes
     fits = []
@@ -177,33 +225,3 @@ def requests_gained(
         )
         fits.append(arithmetic.capacity(layout, request, pool_bytes).requests)
     return Gain(tokens, stock=fits[1], replay=fits[0])
-
-
-def _attention(specs: Iterable[Any]) -> list[AttentionLayers] | None:
-    """Attention layers by shape, in the order of the specs; None where a kind is not known."""
-    found: list[AttentionLayers] = []
-    for spec in specs:
-        if hasattr(spec, "mamba_type"):
-            continue
-        try:
-            one = AttentionLayers(
-                # The owner only divides a sum that is not asked for here.
-                owner="target",
-                layers=1,
-                kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_size,
-                kv_dtype=str(spec.dtype).removeprefix("torch."),
-                window=getattr(spec, "sliding_window", None),
-            )
-            same = one.token_bytes * spec.block_size == spec.page_size_bytes
-        except (AttributeError, ValueError):
-            return None
-        if not same:
-            return None
-        for index, known in enumerate(found):
-            if replace(known, layers=1) == one:
-                found[index] = replace(known, layers=known.layers + 1)
-                break
-        else:
-            found.append(one)
-    return found

@@ -34,7 +34,14 @@ class ExtOptions(BaseModel):
         "plain torch, which is slow on a GPU and needs --enforce-eager there.",
     )
 
-    @field_validator("replay", mode="before")
+    packing: Literal["auto", "off"] = Field(
+        default="auto",
+        description="How ReplaySSM's pages lie in the KV cache: `auto` has vLLM (0.31.0 on) pack "
+        "all attention layers into one block where more requests fit then, `off` leaves vLLM's "
+        "usual groups.",
+    )
+
+    @field_validator("replay", "packing", mode="before")
     @classmethod
     def _yaml_words(cls, value: Any) -> Any:
         # In YAML a bare on or off is a boolean.

@@ -28,7 +28,7 @@ from cuda_ext.ops.reference import StepRows
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.kv_cache_interface import MambaSpec
+    from vllm.v1.kv_cache_interface import KVCacheLayout, MambaSpec
 
     from cuda_ext.ops.chunk import ChunkRows
 
@@ -186,3 +186,20 @@ class ReplayBackend(GDNAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[ReplayMetadataBuilder]:
         return ReplayMetadataBuilder
+
+
+class PackedReplayBackend(ReplayBackend):
+    """The same, for pages that lie in blocks of all layers (cuda_ext/packing.py).
+
+    Our kernels take any layout. vLLM takes the first one that every backend of the model can read,
+    so naming the block-outermost ones first asks for its packed grouping, and the others after
+    them leave a backend that can't read those its own.
+    """
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Every layout, block-outermost ones first; heads inside a token before the other way."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        first = (KVCacheLayout.BLNHC, KVCacheLayout.BLHNC)
+        return (*first, *(layout for layout in KVCacheLayout if layout not in first))

@@ -24,10 +24,11 @@ from vllm.platforms import current_platform
 
 from cuda_ext.activation import active_backend, active_layout, chunk_kernels, torch_dtypes
 from cuda_ext.backend.chunk_plan import chunks_at_once
-from cuda_ext.backend.replay_attn import ReplayBackend, ReplayMetadata
+from cuda_ext.backend.replay_attn import PackedReplayBackend, ReplayBackend, ReplayMetadata
 from cuda_ext.compat.page_binding import WatchedPages
 from cuda_ext.layers.steps import ReferenceSteps, Steps, layer_pages
 from cuda_ext.ops.reference import Weights
+from cuda_ext.packing import packed_layout
 from cuda_ext.refusals import refuse
 from cuda_ext.ring import GdnHeads, PageLayout
 from cuda_ext.startup import announce
@@ -66,10 +67,10 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
     def __init__(self, config: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         # Before vLLM's own constructor, which asks methods below.
         self.replay = active_layout(vllm_config)
+        self._vllm_config = vllm_config
         super().__init__(config, vllm_config, *args, **kwargs)
         if self.replay is None:
             return
-        self._vllm_config = vllm_config
         self.replay_backend = active_backend(vllm_config)
         self.chunk_kernels = chunk_kernels(vllm_config, self.gdn_prefill_backend)
         heads = GdnHeads(
@@ -108,7 +109,7 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
         return torch_dtypes(self.replay)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        """vLLM's spec, without blocks for the states of drafts.
+        """vLLM's spec, without blocks for the states of drafts, and bare where blocks are packed.
 
         Raises:
             RuntimeError: vLLM's page is smaller than ours, as when another out-of-tree model class
@@ -129,7 +130,9 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
                 ]
             )
         spec = super().get_kv_cache_spec(vllm_config)
-        return replace(spec, num_speculative_blocks=0)
+        if packed_layout(vllm_config) is not None:
+            padded = None
+        return replace(spec, num_speculative_blocks=0, page_size_padded=padded)
 
     def pages_bound(self, views: Sequence[torch.Tensor]) -> None:
         """Say once what the pool holds."""
@@ -138,7 +141,10 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend whose builder plans the step."""
-        return super().get_attn_backend() if self.replay is None else ReplayBackend
+        if self.replay is None:
+            return super().get_attn_backend()
+        packed = packed_layout(self._vllm_config) is not None
+        return PackedReplayBackend if packed else ReplayBackend
 
     def _fused_gdn_decode_unsupported_reason(self, vllm_config: VllmConfig) -> str | None:
         if self.replay is None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_gaudi_ext.planner.arithmetic import (
     KV_DTYPES,
     AttentionLayers,
     Bucket,
+    Layout,
     attention_blocks,
     block_tokens,
+    capacity,
+    ceil_div,
+    choose,
     gaudi_slots,
     kv_token_bytes,
     lay_out,
+    lay_out_packed,
     request_bytes,
     token_budget,
 )
@@ -128,5 +133,205 @@ def test_bytes_of_a_token_with_4_heads_of_256(dtype: str, token: int) -> None:
 def test_a_window_holds_itself_what_is_in_flight_and_a_block_for_its_offset(
     tokens: int, in_flight: int | None, blocks: int
 ) -> None:
-    bucket = Bucket("sliding", 4, 4, 512, 2048 + 1, 1)
+    bucket = Bucket("sliding", 4, 4, 512, 2048 + 1, 1, 0, 4 * 2**20)
     assert attention_blocks(bucket, tokens, in_flight) == blocks
+
+
+# Layers, KV heads, head dim.
+Part = tuple[int, int, int]
+parts = st.tuples(layers, heads, dims)
+# States and ring of 15 drafts: of 32 value heads, and of the 27B's 48.
+RING_4B = 2_789_376
+RING_27B = 4_044_800
+REAL: dict[str, tuple[int, int, int, Part, Part | None]] = {
+    "4b": (24, RING_4B, 16, (8, 4, 256), (5, 8, 128)),
+    "27b": (48, RING_27B, 16, (16, 4, 256), (5, 8, 128)),
+    "35b": (30, RING_4B, 16, (10, 2, 256), (8, 8, 128)),
+}
+
+
+def shapes_of(target: Part, draft: Part | None) -> list[AttentionLayers]:
+    shapes = [AttentionLayers("target", *target, "bfloat16")]
+    if draft is not None:
+        shapes.append(AttentionLayers("drafter", *draft, "bfloat16"))
+    return shapes
+
+
+def both(gdn: int, state: int, unit: int, target: Part, draft: Part | None) -> list[Layout | None]:
+    """Pages of one size, and packed."""
+    shapes = shapes_of(target, draft)
+    return [
+        lay(gdn_layers=gdn, state_bytes=state, attention=shapes, unit=unit)
+        for lay in (lay_out, lay_out_packed)
+    ]
+
+
+def padded(layout: Layout, tokens: int, copies: int = 1) -> int:
+    return request_bytes(layout, copies=copies, tokens=tokens).padded
+
+
+@given(layers, states, units, parts, st.none() | parts, st.integers(1, 10**6), st.integers(1, 3))
+@example(*REAL["4b"], 8192, 1)
+@example(*REAL["35b"], 8192, 1)
+def test_a_packed_block_holds_any_group_and_every_layer_is_in_one(
+    gdn: int,
+    state: int,
+    unit: int,
+    target: Part,
+    draft: Part | None,
+    tokens: int,
+    copies: int,
+) -> None:
+    today, packed = both(gdn, state, unit, target, draft)
+    assert today is not None
+    if packed is None:
+        return
+    shapes = shapes_of(target, draft)
+    states, attention = packed.buckets
+    assert packed.block_tokens == attention.block_tokens == today.block_tokens
+    assert (states.layers, attention.layers) == (gdn, sum(shape.layers for shape in shapes))
+    assert attention.drafter_layers == (0 if draft is None else draft[0])
+    assert attention.groups == 1
+    pages = packed.block_tokens * sum(shape.layers * shape.token_bytes for shape in shapes)
+    assert packed.block_bytes >= pages
+    assert packed.block_bytes >= ceil_div(gdn, packed.gdn_groups) * state
+    # One group fewer would not fit beside the attention layers' own pages.
+    if packed.gdn_groups > 1:
+        assert ceil_div(gdn, packed.gdn_groups - 1) * state > pages
+    assert packed.padding_bytes == 0
+    request = request_bytes(packed, copies=copies, tokens=tokens)
+    blocks = ceil_div(tokens, packed.block_tokens)
+    assert request.ideal == copies * gdn * state + blocks * pages
+    assert request.padded >= request.ideal
+    assert request.padded == (copies * packed.gdn_groups + blocks) * packed.block_bytes
+    pool = 5 * request.padded + packed.block_bytes
+    assert capacity(packed, request, pool).requests == 5
+    assert capacity(packed, request, pool - 1).requests == 4
+
+
+@given(
+    layers,
+    st.integers(1, 10**7),
+    units,
+    parts,
+    st.none() | parts,
+    st.integers(1, 3),
+    st.data(),
+)
+def test_the_chosen_layout_never_takes_more_and_is_packed_only_where_it_takes_less(
+    gdn: int,
+    state: int,
+    unit: int,
+    target: Part,
+    draft: Part | None,
+    copies: int,
+    data: st.DataObject,
+) -> None:
+    today, packed = both(gdn, state, unit, target, draft)
+    assert today is not None
+    block = today.block_tokens
+    tokens = data.draw(st.integers(1, 40 * block))
+    chosen = choose(today, packed, tokens=tokens, copies=copies)
+    assert chosen in (today, packed)
+    shorter = data.draw(st.integers(1, tokens))
+    for held in {1, min(block, tokens), min(block + 1, tokens), shorter, tokens}:
+        assert padded(chosen, held, copies) <= padded(today, held, copies)
+    if packed is None:
+        return
+    # Every length that fills another block, one by one.
+    saved = [
+        padded(today, min(blocks * block, tokens), copies)
+        - padded(packed, min(blocks * block, tokens), copies)
+        for blocks in range(1, ceil_div(tokens, block) + 1)
+    ]
+    assert chosen.packed == (saved[-1] > 0 and min(saved) >= 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "largest", "blocks", "block_bytes", "chosen"),
+    [
+        # 13 pages of 688 tokens; 12 states fit into their bytes.
+        ("4b", 3, 13, 14, 13 * 688 * 4096, True),
+        # 10 pages of 2 KiB a token and 8 of 4 KiB.
+        ("35b", 3, 18, 8, 1376 * (10 * 2048 + 8 * 4096), True),
+        # Fewer bytes from three blocks of tokens on, but more below.
+        ("27b", 4, 21, 12, 21 * 992 * 4096, False),
+    ],
+)
+def test_real_models_of_15_drafts_and_8192_tokens(
+    name: str, groups: int, largest: int, blocks: int, block_bytes: int, chosen: bool
+) -> None:
+    today, packed = both(*REAL[name])
+    assert today is not None
+    assert packed is not None
+    assert packed.groups == groups
+    assert packed.group_size == largest
+    assert packed.block_bytes == block_bytes
+    assert request_bytes(packed, copies=1, tokens=8192).blocks == blocks
+    assert padded(packed, 8192) < padded(today, 8192)
+    assert choose(today, packed, tokens=8192, copies=1).packed is chosen
+
+
+def test_the_4b_in_bytes() -> None:
+    today, packed = both(*REAL["4b"])
+    assert today is not None
+    assert packed is not None
+    assert packed.block_bytes == 36_634_624
+    request = request_bytes(packed, copies=1, tokens=8192)
+    assert request.padded == 14 * 36_634_624
+    assert request.padded_state == 2 * 36_634_624
+    assert request.state == 24 * RING_4B
+    assert request.target_kv == 12 * 8 * 688 * 4096
+    assert request.drafter_kv == 12 * 5 * 688 * 4096
+    assert padded(today, 8192) == 41 * 5 * 688 * 4096
+
+
+def test_a_tie_stays_as_it_is() -> None:
+    """Without a drafter the states already fit vLLM's groups of eight."""
+    today, packed = both(24, RING_4B, 16, (8, 4, 256), None)
+    assert today is not None
+    assert packed is not None
+    assert padded(packed, 8192) == padded(today, 8192)
+    assert choose(today, packed, tokens=8192, copies=1) is today
+
+
+def test_a_length_between_that_would_take_more_keeps_todays() -> None:
+    """One block of tokens and many take fewer bytes, two more: today's blocks hold twice as many.
+
+    The drafter's layers have twice the target's bytes a token, so its page is everyone's.
+    """
+    today, packed = both(10, RING_4B, 16, (12, 2, 256), (11, 8, 128))
+    assert today is not None
+    assert packed is not None
+    block = packed.block_tokens
+    assert today.buckets[1].block_tokens == 2 * block
+    worse = [
+        blocks
+        for blocks in range(1, 20)
+        if padded(packed, blocks * block) > padded(today, blocks * block)
+    ]
+    assert worse
+    assert 1 not in worse
+    assert padded(packed, 19 * block) < padded(today, 19 * block)
+    assert not choose(today, packed, tokens=19 * block, copies=1).packed
+
+
+def test_no_packing_where_vllm_would_not_or_it_is_not_for_us() -> None:
+    full = AttentionLayers("target", 8, 4, 256, "bfloat16")
+
+    def packed(state: int, *attention: AttentionLayers) -> Layout | None:
+        return lay_out_packed(gdn_layers=24, state_bytes=state, attention=attention, unit=16)
+
+    drafter = AttentionLayers("drafter", 5, 8, 128, "bfloat16")
+    window = AttentionLayers("drafter", 5, 8, 128, "bfloat16", window=2048)
+    assert packed(RING_4B, full, drafter) is not None
+    assert packed(RING_4B, full, window) is None
+    # A state that fills the page to the byte: one size, so vLLM pads nothing and packs nothing.
+    assert packed(688 * 4096, full, drafter) is None
+    assert packed(688 * 4096 - 4, full, drafter) is not None
+    # As many layers of each of two sizes: vLLM splits the states by their count.
+    wider = AttentionLayers("drafter", 8, 8, 256, "bfloat16")
+    assert packed(RING_4B, full, wider) is None
+    assert packed(RING_4B, full, AttentionLayers("drafter", 7, 8, 256, "bfloat16")) is not None
+    same = AttentionLayers("drafter", 8, 8, 128, "bfloat16")
+    assert packed(RING_4B, full, same) is not None

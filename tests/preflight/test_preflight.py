@@ -497,4 +497,4 @@ def test_an_unknown_option_of_ours_is_a_problem(check: Check, platform: str) -> 
     changes = {"additional-config": json.dumps({"gaudi_ext": {"replays": "on"}})}
     said = of_replay(check(changes, platform=platform))
     assert len(said) == 1
-    assert "unknown option 'replays' (known: replay, backend)" in said[0]
+    assert "unknown option 'replays' (known: replay, backend, packing)" in said[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,11 @@ def expect_of(name: str, plan: Plan) -> Expect:
     )
 
 
-def plan_of(name: str, *, reading: bool = True) -> Plan:
+def plan_of(name: str, *, reading: bool = True, **typed: Any) -> Plan:
     path = find_recipe(name) / "serve.yaml"
     recipe = recipe_of(name)
     passed = recipe.plan.options() if reading and recipe.plan is not None else {}
-    options = Options.model_validate({**passed, "serve": path})
+    options = Options.model_validate({**passed, "serve": path, **typed})
     args = serve_args(options_without_vllm(serve_of(name)), path)
     return make_plan(make_deployment(options_from_args(options, args)), findings)
 
@@ -184,6 +185,31 @@ def test_the_budget_is_whole_blocks_beside_all_decodes(name: str) -> None:
     assert blocks >= 1
     assert rest < budget.multiple_of
     assert asked % (128 if deployment.gaudi else 1) == 0
+
+
+FIT = re.compile(
+    r"(\d+) requests of 8192 tokens fit by the planner if all but the cache takes ([\d.]+) GiB"
+)
+WITHOUT = re.compile(r"without ReplaySSM (\d+) would fit")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_requests_in_the_comments_are_the_planners(name: str) -> None:
+    text = (find_recipe(name) / "serve.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
+    found = FIT.search(text)
+    assert found is not None
+    plan = plan_of(name, tokens=8192, non_kv_gib=float(found[2]))
+    side = plan.replay if replays(name) else plan.native
+    assert side is not None
+    assert side.capacity is not None
+    assert side.capacity.requests == int(found[1])
+    assert plan.deployment.max_num_seqs is not None
+    assert plan.deployment.max_num_seqs <= side.capacity.requests
+    without = WITHOUT.search(text)
+    assert (without is not None) == replays(name)
+    if without is not None:
+        assert plan.native.capacity is not None
+        assert plan.native.capacity.requests == int(without[1])
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if recipe_of(n).plan is not None])

@@ -7,20 +7,25 @@ plans the cache with its own `get_kv_cache_configs`.
 
 Real everywhere: the plug-in through its entry point, EngineArgs and VllmConfig, the out-of-tree
 model class, layer and page, the drafter, the grouping, the number of blocks. Supplied: the pool's
-bytes, and with "unit" in a case an attention backend that offers multiples of it, as CUDA's do;
-without it the real CPU platform decides.
+bytes, and with "unit" in a case an attention backend as CUDA's are: any layout, and kernel blocks
+that are multiples of the unit, or with "split" of just that size. Without it the real CPU platform
+decides.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -45,6 +50,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_configs,
     get_max_concurrency_for_kv_cache_config,
 )
+from vllm.v1.kv_cache_interface import iter_layer_specs
 from vllm.v1.worker.worker_base import get_current_attn_backends
 
 from cuda_ext import startup
@@ -65,7 +71,7 @@ def vllm_config(case: dict[str, Any]) -> VllmConfig:
         max_num_seqs=8,
         speculative_config=case["speculative"],
         limit_mm_per_prompt={"image": 0, "video": 0},
-        additional_config={"gaudi_ext": {"replay": case["replay"]}},
+        additional_config={"gaudi_ext": {"replay": case["replay"], "packing": case["packing"]}},
         enable_prefix_caching=case["caching"],
     ).create_engine_config()
 
@@ -81,25 +87,44 @@ def build(config: VllmConfig) -> None:
             )
 
 
+@contextmanager
+def backend(unit: int | None, split: bool) -> Iterator[None]:
+    """vLLM's CPU backend with a CUDA backend's blocks and layouts."""
+    if unit is None:
+        yield
+        return
+    sizes = [unit if split else MultipleOf(unit)]
+    with (
+        patch.object(
+            CPUAttentionBackend, "get_supported_kernel_block_sizes", staticmethod(lambda *_: sizes)
+        ),
+        patch.object(CPUAttentionBackend, "supported_kv_cache_layouts", lambda: None),
+    ):
+        yield
+
+
 def align(config: VllmConfig, unit: int | None) -> None:
     """Sets the block size and the padded page."""
     if unit is None:
         type(current_platform).update_block_size_for_backend(config)
         return
-
-    class Backend(CPUAttentionBackend):
-        @staticmethod
-        def get_supported_kernel_block_sizes(*_: Any) -> list[MultipleOf]:
-            return [MultipleOf(unit)]
-
     config.cache_config.block_size = Platform._preferred_block_size_for_backends(
-        [Backend], config.cache_config.DEFAULT_BLOCK_SIZE, config
+        [CPUAttentionBackend], config.cache_config.DEFAULT_BLOCK_SIZE, config
     )
-    Platform._align_hybrid_block_size(config, Backend)
+    Platform._align_hybrid_block_size(config, CPUAttentionBackend)
 
 
 def plan(case: dict[str, Any]) -> dict[str, Any]:
     """vLLM's plan of one case, and what ReplaySSM would say of it."""
+    with (
+        backend(case["unit"], case["split"]),
+        patch.dict(os.environ, case["environment"]),
+    ):
+        return planned(case)
+
+
+def planned(case: dict[str, Any]) -> dict[str, Any]:
+    """The same, under the backend and the environment of the case."""
     config = vllm_config(case)
     if case["configuration alone"]:
         return {"prefix_caching": config.cache_config.enable_prefix_caching}
@@ -132,8 +157,17 @@ def plan(case: dict[str, Any]) -> dict[str, Any]:
         "lines": told,
         "unknown": page and unknown_gains(config, page, specs, cache.num_blocks),
         "block_tokens": block,
-        "pages": sorted({group.kv_cache_spec.page_size_bytes for group in cache.kv_cache_groups}),
-        "group_size": max(len(group.layer_names) for group in cache.kv_cache_groups),
+        "layout": config.cache_config.kv_cache_layout,
+        "pages": sorted(
+            {
+                spec.page_size_bytes
+                for group in cache.kv_cache_groups
+                for spec in iter_layer_specs(group.kv_cache_spec)
+            }
+        ),
+        "groups": [len(group.layer_names) for group in cache.kv_cache_groups],
+        # Every tensor says the bytes of the one allocation that all lie in.
+        "block_bytes": cache.kv_cache_tensors[0].size / cache.num_blocks,
         "blocks": cache.num_blocks,
         "concurrency": get_max_concurrency_for_kv_cache_config(config, cache),
         "layers": sorted({type(layer).__module__ for layer in layers.values()}),

@@ -37,6 +37,10 @@ class Shape:
     Args:
         layers: of the drafter; 0 for none, and then ngram drafts.
         kv_heads: of the drafter.
+        windows: layers of the drafter that have a sliding window.
+        split: the backend works in blocks of just the unit, so larger ones are split.
+        packing: the option.
+        layout: VLLM_KV_CACHE_LAYOUT, if the operator sets it.
     """
 
     model: str
@@ -46,6 +50,10 @@ class Shape:
     layers: int = 5
     kv_heads: int = 8
     pool_bytes: int = 50 * GIB
+    windows: int = 0
+    split: bool = False
+    packing: str = "auto"
+    layout: str | None = None
 
 
 M4, M35 = "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-35B-A3B"
@@ -54,12 +62,16 @@ SHAPES = {
     for name, shape in {
         "4B on a CPU": {"model": M4, "unit": None},
         "4B, unit 16": {"model": M4, "unit": 16},
-        "4B, unit 128": {"model": M4, "unit": 128, "pool_bytes": WRITE_UP_POOL},
+        "4B, unit 128": {"model": M4, "unit": 128, "pool_bytes": WRITE_UP_POOL, "split": True},
         "4B, unit 16, 24 drafts": {"model": M4, "unit": 16, "drafts": 24},
         "4B, unit 16, ngram 7": {"model": M4, "unit": 16, "drafts": 7, "layers": 0},
         "35B on a CPU": {"model": M35, "unit": None, "layers": 6},
         "35B, unit 16": {"model": M35, "unit": 16, "layers": 6},
-        "35B, unit 128": {"model": M35, "unit": 128, "layers": 6},
+        "35B, unit 128": {"model": M35, "unit": 128, "layers": 6, "split": True},
+        "4B, unit 128, whole": {"model": M4, "unit": 128},
+        "4B, unit 16, packing off": {"model": M4, "unit": 16, "packing": "off"},
+        "4B, unit 16, a layout asked for": {"model": M4, "unit": 16, "layout": "LBNHC"},
+        "4B, unit 16, windows": {"model": M4, "unit": 16, "windows": 5},
     }.items()
     for arm, replay in (("stock", "off"), ("replay", "auto"))
 }
@@ -81,7 +93,10 @@ def drafter_config(shape: Shape) -> dict[str, Any]:
         "num_target_layers": target["num_hidden_layers"],
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
-        "layer_types": ["full_attention"] * shape.layers,
+        "layer_types": ["sliding_attention"] * shape.windows
+        + ["full_attention"] * (shape.layers - shape.windows),
+        "use_sliding_window": bool(shape.windows),
+        "sliding_window": 2048 if shape.windows else None,
     }
 
 
@@ -101,9 +116,13 @@ class Planned:
 
 
 def our_plan(shape: Shape, model: Path, drafter: Path | None) -> Plan:
+    whole = shape.unit is not None and not shape.split
     return plan_of(
         str(model),
+        # Whose attention takes whole blocks; another machine's need not.
+        platform="h200" if whole else None,
         unit=shape.unit or CPU_UNIT,
+        packing="off" if shape.layout else shape.packing,
         drafter=str(drafter) if drafter else None,
         drafts=shape.drafts,
         tokens=TOKENS,
@@ -160,6 +179,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
             "tokens": TOKENS,
             "pool_bytes": shape.pool_bytes,
             "unit": shape.unit,
+            "split": shape.split,
+            "packing": shape.packing,
+            "environment": {"VLLM_KV_CACHE_LAYOUT": shape.layout} if shape.layout else {},
             "replay": shape.replay,
             # With its own layer vLLM caches by default, and plans one block more for it.
             "caching": False if shape.replay == "off" else None,
@@ -216,8 +238,14 @@ def test_the_engines_blocks_and_pages_are_the_planners(
     assert "failed" not in theirs, theirs
     assert ours.capacity is not None
     assert theirs["block_tokens"] == ours.block_tokens
-    assert theirs["pages"] == [ours.page_bytes]
-    assert theirs["group_size"] == ours.group_size
+    assert theirs["block_bytes"] == ours.block_mib * MIB
+    assert len(theirs["groups"]) == ours.group_count
+    assert max(theirs["groups"]) == ours.group_size
+    assert sum(theirs["groups"]) == sum(group.layers for group in ours.groups)
+    if ours.packed:
+        assert {ours.state_bytes, ours.page_bytes} <= set(theirs["pages"])
+    else:
+        assert theirs["pages"] == [ours.page_bytes]
     assert theirs["blocks"] == ours.capacity.pool_blocks
     assert theirs["concurrency"] == pytest.approx(ours.capacity.vllm_concurrency, rel=1e-12)
 
@@ -251,13 +279,19 @@ def test_one_line_is_told_of_the_real_pool_alone(planned: dict[str, Planned], pa
     found = planned[f"{pair}, replay"]
     passing, (line,), another = found.theirs["lines"]
     assert passing == another == []
-    gain, drafts = found.theirs["gain"], found.shape.drafts
+    theirs = found.theirs
+    gain, drafts = theirs["gain"], found.shape.drafts
     gdn = next(group.layers for group in found.ours.groups if group.kind == "gdn")
     for fragment in (
         f"active for {gdn} GDN layers, reference backend",
         f"{drafts} drafts: one state a request instead of {drafts + 1}, {drafts} copies saved",
         f"ring of R={found.ours.ring_rows} rows, page {found.ours.state_bytes} bytes",
-        f"(ring {found.ours.ring_bytes}, padded to ",
+        f"(ring {found.ours.ring_bytes}, "
+        + (
+            f"packed with others into blocks of {theirs['block_bytes']:.0f})"
+            if found.ours.packed
+            else "padded to "
+        ),
         f"{gain['replay']} requests of {TOKENS} tokens fit where {gain['stock']} did",
         f"(+{gain['replay'] - gain['stock']})",
     ):
@@ -278,6 +312,44 @@ def test_the_arms_differ_in_copies_and_rings_alone(planned: dict[str, Planned], 
     ring = replay.ours.ring_bytes
     assert ring is not None
     assert replay.ours.state_bytes == stock.ours.state_bytes + ring
+
+
+PACKED = {
+    "4B, unit 16": [12, 12, 13],
+    "4B, unit 16, 24 drafts": [12, 12, 13],
+    "4B, unit 128, whole": [12, 12, 13],
+    "35B, unit 16": [15, 15, 16],
+}
+"""The only shapes that vLLM packs, with its groups.
+
+Not where the backend has one layout (a real CPU), splits blocks, the drafter has windows, the
+operator said so, or nothing is saved (no drafter).
+"""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_vllm_packs_where_it_saves_memory_and_can_be_read(
+    planned: dict[str, Planned], name: str
+) -> None:
+    found = planned[name]
+    pair, _, arm = name.rpartition(", ")
+    wanted = arm == "replay" and pair in PACKED
+    assert found.ours.packed == wanted
+    assert found.theirs["layout"].startswith("B") == wanted
+    if wanted:
+        assert sorted(found.theirs["groups"]) == PACKED[pair]
+        # Padding them to one page was what cost memory.
+        assert len(found.theirs["pages"]) > 1
+
+
+def test_packing_gains_requests(planned: dict[str, Planned]) -> None:
+    fits = {
+        name: planned[f"{name}, replay"].theirs["gain"]["replay"]
+        for name in ("4B, unit 16", "4B, unit 16, packing off", "4B, unit 16, a layout asked for")
+    }
+    packed, *others = fits.values()
+    assert others == [92, 92]
+    assert packed == 104
 
 
 def test_figures_of_the_design_notes(planned: dict[str, Planned]) -> None:

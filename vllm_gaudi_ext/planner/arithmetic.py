@@ -1,7 +1,8 @@
 """The planner's formulas, each with the vLLM or vllm-gaudi function that it stands in for.
 
 Bytes and tokens of one card (one tensor-parallel rank) throughout. Line numbers are those of
-vLLM 0.26.0 and vllm-gaudi 0.26.0. Pure integers: no torch, no vLLM, no files.
+vLLM 0.26.0 and vllm-gaudi 0.26.0, but for packed layouts, which came with vLLM 0.31.0. Pure
+integers: no torch, no vLLM, no files.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class Bucket:
         block_tokens: tokens of one block of the type; None for states, which hold one a block.
         window: tokens of the sliding window, else None.
         groups: KV-cache groups that the layers are split into.
+        target_bytes: one page of each of the target's layers.
+        drafter_bytes: one page of each of the drafter's layers.
     """
 
     kind: Literal["gdn", "full", "sliding"]
@@ -115,6 +118,8 @@ class Bucket:
     block_tokens: int | None
     window: int | None
     groups: int
+    target_bytes: int
+    drafter_bytes: int
 
 
 @dataclass(frozen=True)
@@ -124,11 +129,13 @@ class Layout:
     Args:
         block_tokens: B, the block size that the scheduler aligns prefill chunks to.
         state_bytes: one state of one layer, before padding.
-        page_bytes: the page of every layer.
+        page_bytes: the page of every layer; where packed, that of the target's attention layers.
         buckets: the layers by type, states first.
-        group_size: layers of the largest group: a block holds that many pages.
+        group_size: layers of the largest group: unless packed, a block holds that many pages.
         padded_attention: an attention page had to be padded, which vLLM allows only for a backend
             that reads KV by the block's stride.
+        packed: each layer keeps a page of its own size, and a block holds the pages of any one
+            group back to back.
     """
 
     block_tokens: int
@@ -137,6 +144,7 @@ class Layout:
     buckets: tuple[Bucket, ...]
     group_size: int
     padded_attention: bool
+    packed: bool = False
 
     @property
     def gdn_layers(self) -> int:
@@ -156,12 +164,16 @@ class Layout:
     @property
     def block_bytes(self) -> int:
         """Bytes that one block takes of the pool (`_pool_bytes_per_block`)."""
-        return self.group_size * self.page_bytes
+        if not self.packed:
+            return self.group_size * self.page_bytes
+        states = ceil_div(self.gdn_layers, self.gdn_groups) * self.state_bytes
+        # The attention layers of a packed layout are never split.
+        return max(states, *(b.target_bytes + b.drafter_bytes for b in self.buckets[1:]))
 
     @property
     def padding_bytes(self) -> int:
         """Bytes of a page that a state leaves unused."""
-        return self.page_bytes - self.state_bytes
+        return 0 if self.packed else self.page_bytes - self.state_bytes
 
     @property
     def cached_tokens_unit(self) -> int:
@@ -218,7 +230,8 @@ def lay_out(
     group_size = min(counts)
     if max(counts) < group_size * 1.5:
         group_size = max(counts)
-    buckets = [Bucket("gdn", gdn_layers, 0, None, None, ceil_div(gdn_layers, group_size))]
+    gdn_groups = ceil_div(gdn_layers, group_size)
+    buckets = [Bucket("gdn", gdn_layers, 0, None, None, gdn_groups, gdn_layers * page, 0)]
     for (tokens, _, _, _, window), (count_all, count_drafter) in sizes.items():
         buckets.append(
             Bucket(
@@ -228,10 +241,97 @@ def lay_out(
                 tokens,
                 window,
                 ceil_div(count_all, group_size),
+                (count_all - count_drafter) * page,
+                count_drafter * page,
             )
         )
     largest = max(ceil_div(bucket.layers, bucket.groups) for bucket in buckets)
     return Layout(block, state_bytes, page, tuple(buckets), largest, padded)
+
+
+def lay_out_packed(
+    *, gdn_layers: int, state_bytes: int, attention: Sequence[AttentionLayers], unit: int
+) -> Layout | None:
+    """Block size and groups where a block's pages may differ in size and lie back to back.
+
+    Follows `_align_hybrid_block_size`, then `_get_packed_kv_cache_groups`
+    (vllm/v1/core/kv_cache_utils.py:2001 of 0.31.0), which asks for a block-outermost KV-cache
+    layout and states that are not padded: all full-attention layers, the drafter's too, are one
+    group and set the block's bytes; the states are split into as few groups as fit into it.
+
+    Args:
+        gdn_layers: layers with a recurrent state.
+        state_bytes: bytes of one state of one layer on one rank.
+        attention: the target's layers first, then the drafter's.
+        unit: the attention backend's block, or the block size that the user asked for if larger.
+
+    Returns:
+        None where vLLM would not pack (all pages are of one size) or packing is not for us: a
+        sliding window, each block of which would take a whole block of the pool, and attention
+        pages of several sizes with as many layers each, by whose count vLLM splits the states too.
+    """
+    if any(layers.window is not None for layers in attention):
+        return None
+    block = block_tokens(state_bytes, attention[0].token_bytes, unit)
+    by_page: dict[int, int] = {}
+    for layers in attention:
+        page = block * layers.token_bytes
+        by_page[page] = by_page.get(page, 0) + layers.layers
+    if by_page.keys() == {state_bytes}:
+        return None
+    if len(by_page) > 1 and len(set(by_page.values())) == 1:
+        return None
+    owned = {"target": 0, "drafter": 0}
+    drafter_layers = 0
+    for layers in attention:
+        owned[layers.owner] += layers.layers * block * layers.token_bytes
+        drafter_layers += layers.layers if layers.owner == "drafter" else 0
+    count = sum(by_page.values())
+    fitting = max((owned["target"] + owned["drafter"]) // state_bytes, 1)
+    groups = ceil_div(gdn_layers, fitting)
+    return Layout(
+        block,
+        state_bytes,
+        block * attention[0].token_bytes,
+        (
+            Bucket("gdn", gdn_layers, 0, None, None, groups, gdn_layers * state_bytes, 0),
+            Bucket(
+                "full", count, drafter_layers, block, None, 1, owned["target"], owned["drafter"]
+            ),
+        ),
+        max(count, ceil_div(gdn_layers, groups)),
+        padded_attention=False,
+        packed=True,
+    )
+
+
+def choose(today: Layout, packed: Layout | None, *, tokens: int, copies: int) -> Layout:
+    """The layout to serve with: `packed` where it saves memory and no request pays for it.
+
+    Args:
+        today: pages of one size, as vLLM lays them out unless it may pack.
+        packed: of the same model, or None where there is none.
+        tokens: the longest request, for which `packed` must take fewer bytes; a shorter one must
+            not take more.
+        copies: state blocks that one request holds in each group.
+    """
+    if packed is None:
+        return today
+
+    def saved(blocks: int) -> int:
+        held = min(blocks * packed.block_tokens, tokens)
+        return (
+            request_bytes(today, copies=copies, tokens=held).padded
+            - request_bytes(packed, copies=copies, tokens=held).padded
+        )
+
+    # Today's attention blocks may hold several times B tokens, but never fewer bytes than the
+    # packed ones: least is saved before all of them are full for the first time.
+    last = ceil_div(tokens, packed.block_tokens)
+    period = min(today.cached_tokens_unit // packed.block_tokens, last)
+    if saved(last) > 0 and min(map(saved, range(1, period + 1))) >= 0:
+        return packed
+    return today
 
 
 def state_copies(drafts: int, *, caching: bool, replay: bool = False) -> int:
@@ -265,7 +365,7 @@ class RequestBytes:
     """Memory of one request on one rank, by two accountings.
 
     "Ideal" sums layer by layer; "padded" is what vLLM's pool gives out: every block holds
-    `group_size` pages, also in a group with fewer layers.
+    the pages of the largest group, also in a group with fewer layers.
 
     Args:
         copies: state blocks in each group.
@@ -303,11 +403,11 @@ def request_bytes(
     for bucket in layout.buckets[1:]:
         held = attention_blocks(bucket, tokens, in_flight)
         blocks += held * bucket.groups
-        target += held * (bucket.layers - bucket.drafter_layers) * layout.page_bytes
-        drafter += held * bucket.drafter_layers * layout.page_bytes
+        target += held * bucket.target_bytes
+        drafter += held * bucket.drafter_bytes
     return RequestBytes(
         copies=copies,
-        state=copies * layout.gdn_layers * layout.page_bytes,
+        state=copies * layout.buckets[0].target_bytes,
         target_kv=target,
         drafter_kv=drafter,
         blocks=blocks,
@@ -337,7 +437,7 @@ class Capacity:
 
 def capacity(layout: Layout, request: RequestBytes, pool_bytes: int) -> Capacity:
     """Requests that fit in `pool_bytes` of one rank."""
-    blocks = pool_bytes // layout.page_bytes // layout.group_size
+    blocks = pool_bytes // layout.block_bytes
     # Block 0 is the null block of vLLM's BlockPool and is never given out.
     usable = max(blocks - 1, 0)
     return Capacity(

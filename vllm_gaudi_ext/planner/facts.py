@@ -57,6 +57,11 @@ class Platform(BaseModel):
     unit_source: str
     device_memory_mib: int | None
     memory_source: str
+    whole_blocks: bool = Field(
+        description="whether attention takes a block of any multiple of the unit without splitting "
+        "it, and any KV-cache layout, as packed layouts ask"
+    )
+    whole_blocks_source: str
 
 
 class PlatformsFile(BaseModel):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import BaseModel, ConfigDict, Field
 
 from cuda_ext.ring import ITEM_BYTES, GdnHeads, PageLayout, native_layout, replay_layout
@@ -35,6 +36,9 @@ _DTYPE_ALIAS = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16
 # Architectures whose mamba_ssm_dtype vLLM takes when --mamba-ssm-cache-dtype is auto
 # (vllm/model_executor/models/config.py:863); for others the key is ignored.
 READS_SSM_DTYPE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+
+# Those that ReplaySSM is served with (versions.py) and that pack; 0.26.0 has no KV-cache layouts.
+PACKING_VLLMS = ("0.31.0", "0.33.0")
 
 # Drafters that read the target's hidden states: vLLM then leaves the last matching block of a hit
 # out (SpeculativeConfig.use_eagle, vllm/config/speculative.py:1324).
@@ -68,6 +72,9 @@ class Deployment(BaseModel):
     spare_bytes: int | None = Field(None, description="memory beside the pool and the weights")
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_model_len: int | None = Field(None, description="the longest request that is taken")
+    packing: Literal["auto", "off"] = "auto"
+    vllm: str | None = Field(None, description="versions that it will run on; None: the newest")
     assumed: tuple[str, ...] = Field((), description="what a recipe reads where facts are silent")
 
     @property
@@ -81,6 +88,24 @@ class Deployment(BaseModel):
     def gaudi(self) -> bool:
         """Whether the cards are Gaudi's."""
         return self.platform.vendor == "gaudi"
+
+    @property
+    def may_pack(self) -> bool:
+        """Whether ReplaySSM would have vLLM pack blocks where that saves memory."""
+        if self.packing == "off" or not self.platform.whole_blocks:
+            return False
+        # What vLLM keeps in fewer bits is not a plain page (cuda_ext.packing).
+        return self.kv_dtype in ITEM_BYTES and _has_packing(self.vllm)
+
+
+def _has_packing(vllm: str | None) -> bool:
+    if vllm is None:
+        return True
+    try:
+        versions = SpecifierSet(vllm)
+    except InvalidSpecifier:
+        return False
+    return any(version in versions for version in PACKING_VLLMS)
 
 
 class GroupView(BaseModel):
@@ -110,12 +135,13 @@ class Side(BaseModel):
     state_copies: int
     state_bytes: int = Field(description="one state of one layer, conv window and rings included")
     block_tokens: int
-    page_bytes: int
+    packed: bool = Field(description="each layer's page has its own size; blocks hold any group's")
+    page_bytes: int = Field(description="of every layer; where packed, of the target's attention")
     page_mib: float
     padding_bytes: int
     padding_percent: float = Field(description="of the page")
     groups: list[GroupView]
-    group_size: int
+    group_size: int = Field(description="layers of the largest group")
     group_count: int
     block_mib: float
     padded_attention: bool
@@ -442,21 +468,35 @@ def page_of(deployment: Deployment, *, replay: bool) -> PageLayout:
 
 
 def layout_of(deployment: Deployment, *, replay: bool = False) -> Layout:
-    """Block size, page and groups."""
-    return arithmetic.lay_out(
-        gdn_layers=deployment.target.gdn_layers,
-        state_bytes=page_of(deployment, replay=replay).nbytes,
-        attention=attention_layers(deployment),
-        unit=deployment.unit,
+    """Block size, page and groups; ReplaySSM's are packed where the server's would be."""
+    gdn_layers = deployment.target.gdn_layers
+    state_bytes = page_of(deployment, replay=replay).nbytes
+    attention = attention_layers(deployment)
+    today = arithmetic.lay_out(
+        gdn_layers=gdn_layers, state_bytes=state_bytes, attention=attention, unit=deployment.unit
     )
+    if not replay or not deployment.may_pack:
+        return today
+    packed = arithmetic.lay_out_packed(
+        gdn_layers=gdn_layers, state_bytes=state_bytes, attention=attention, unit=deployment.unit
+    )
+    return arithmetic.choose(
+        today,
+        packed,
+        # The server knows no other length.
+        tokens=deployment.max_model_len or deployment.tokens,
+        copies=_copies_of(deployment, replay=True),
+    )
+
+
+def _copies_of(deployment: Deployment, *, replay: bool) -> int:
+    return arithmetic.state_copies(deployment.drafts, caching=deployment.caching, replay=replay)
 
 
 def _request_of(deployment: Deployment, layout: Layout, *, replay: bool) -> RequestBytes:
     return arithmetic.request_bytes(
         layout,
-        copies=arithmetic.state_copies(
-            deployment.drafts, caching=deployment.caching, replay=replay
-        ),
+        copies=_copies_of(deployment, replay=replay),
         tokens=deployment.tokens,
         in_flight=deployment.in_flight,
     )
@@ -488,6 +528,7 @@ def _side(deployment: Deployment, *, replay: bool) -> Side:
         state_copies=request.copies,
         state_bytes=layout.state_bytes,
         block_tokens=layout.block_tokens,
+        packed=layout.packed,
         page_bytes=layout.page_bytes,
         page_mib=layout.page_bytes / MIB,
         padding_bytes=layout.padding_bytes,
@@ -573,6 +614,7 @@ def check_deployment(deployment: Deployment) -> None:
         ("--tp", deployment.tp, 1, 1024),
         ("--unit", deployment.unit, 1, 65536),
         ("--mtp-layers", deployment.mtp_layers, 0, 64),
+        ("--max-model-len", deployment.max_model_len, 1, MAX_TOKENS),
         ("--max-num-seqs", deployment.max_num_seqs, 1, 1_000_000),
         ("--max-num-batched-tokens", deployment.max_num_batched_tokens, 1, MAX_TOKENS),
         ("num-gpu-blocks-override", deployment.pool_blocks, 1, 10**9),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_ext.planner.arithmetic import MIB
 from vllm_gaudi_ext.planner.errors import PlanError
 from vllm_gaudi_ext.planner.plan import Deployment, Plan, Side
 
@@ -45,7 +46,7 @@ def _groups(side: Side) -> str:
 def _rows(side: Side) -> list[tuple[str, str]]:
     rows = [
         ("block tokens B", f"{side.block_tokens:,}"),
-        ("page", _mib(side.page_mib)),
+        ("page", _page(side)),
         ("unused by a state", f"{side.padding_percent:.1f} %"),
         ("state copies", str(side.state_copies)),
         ("state a request", _mib(side.state_mib_per_request)),
@@ -53,7 +54,7 @@ def _rows(side: Side) -> list[tuple[str, str]]:
         ("request, ideal", _mib(side.request_mib_ideal)),
         ("request, vLLM's groups", _mib(side.request_mib_padded)),
         ("KV-cache groups", _groups(side)),
-        ("block in the pool", f"{_mib(side.block_mib)} ({side.group_size} pages)"),
+        ("block in the pool", f"{_mib(side.block_mib)} ({_pages(side)})"),
         (
             "cached tokens",
             "caching off"
@@ -76,6 +77,16 @@ def _rows(side: Side) -> list[tuple[str, str]]:
         ("sequences whose states fit", "unknown" if holds is None else f"{holds.state_slots:,}")
     )
     return rows
+
+
+def _page(side: Side) -> str:
+    if not side.packed:
+        return _mib(side.page_mib)
+    return f"{_mib(side.state_bytes / MIB)} a state, {_mib(side.page_mib)} attention"
+
+
+def _pages(side: Side) -> str:
+    return "packed" if side.packed else f"{side.group_size} pages"
 
 
 def _kv(side: Side) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -71,6 +71,8 @@ class Options(BaseModel):
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    packing: Literal["auto", "off"] | None = None
+    vllm: str | None = None
     assumed: tuple[str, ...] = ()
 
 
@@ -116,7 +118,7 @@ def options_from_args(options: Options, args: ServeArgs) -> Options:
     Raises:
         PlanError: they ask for something that the planner can't compute.
     """
-    from vllm_gaudi_ext.planner.serve_args import recipe_platform
+    from vllm_gaudi_ext.planner.serve_args import recipe_platform, recipe_vllm
 
     assert options.serve is not None, options
     if args.pp > 1:
@@ -144,7 +146,9 @@ def options_from_args(options: Options, args: ServeArgs) -> Options:
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
+        "packing": args.packing,
         "platform": recipe_platform(options.serve),
+        "vllm": recipe_vllm(options.serve),
     }
     typed = {
         name: getattr(options, name) for name in read if getattr(options, name, None) is not None
@@ -168,6 +172,8 @@ def _platform(options: Options) -> Platform:
         unit_source="--unit",
         device_memory_mib=None,
         memory_source="unknown",
+        whole_blocks=False,
+        whole_blocks_source="unknown",
     )
 
 
@@ -269,10 +275,11 @@ def make_deployment(options: Options) -> Deployment:
         conv = resolve_dtype("--conv-dtype", str(options.conv_dtype))
     drafts, method, mtp_layers, drafter = _drafting(options, target)
     pool_bytes, pool_source, spare = _pool(options, platform)
+    # -1 asks vLLM for the longest that fits, which is not known before a start.
+    longest = None if options.max_model_len == -1 else options.max_model_len
     tokens = options.tokens
     if tokens is None:
-        # -1 asks vLLM for the longest that fits, which is not known before a start.
-        tokens = DEFAULT_TOKENS if options.max_model_len in (None, -1) else options.max_model_len
+        tokens = DEFAULT_TOKENS if longest is None else longest
     caching = options.caching
     if caching is None:
         caching = platform.vendor == "gaudi"
@@ -299,5 +306,8 @@ def make_deployment(options: Options) -> Deployment:
         spare_bytes=spare,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=longest,
+        packing=options.packing or "auto",
+        vllm=options.vllm,
         assumed=options.assumed,
     )

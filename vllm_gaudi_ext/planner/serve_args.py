@@ -13,10 +13,11 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
+from vllm_gaudi_ext.config import ExtOptions, read_options
 from vllm_gaudi_ext.planner.errors import PlanError
 from vllm_gaudi_ext.planner.textfile import read_small_text
 
@@ -157,6 +158,15 @@ class ServeArgs:
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    packing: Literal["auto", "off"]
+
+
+def _packing(parsed: argparse.Namespace) -> Literal["auto", "off"]:
+    """How ReplaySSM's pages lie; its default beside options that the server refuses anyway."""
+    try:
+        return read_options(getattr(parsed, "additional_config", None)).packing
+    except ValueError:
+        return ExtOptions().packing
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -212,13 +222,24 @@ def serve_args(parsed: argparse.Namespace, path: Path) -> ServeArgs:
         max_model_len=get("max_model_len"),
         max_num_seqs=get("max_num_seqs"),
         max_num_batched_tokens=get("max_num_batched_tokens"),
+        packing=_packing(parsed),
     )
+
+
+def _beside(path: Path) -> Mapping[str, Any]:
+    """The recipe.yaml beside a serve.yaml; empty where there is none."""
+    beside = path.with_name("recipe.yaml")
+    return read_yaml(beside) if beside.is_file() else {}
 
 
 def recipe_platform(path: Path) -> str | None:
     """The platform that the recipe.yaml beside a serve.yaml names, if there is one."""
-    beside = path.with_name("recipe.yaml")
-    if not beside.is_file():
-        return None
-    platform = read_yaml(beside).get("platform")
+    platform = _beside(path).get("platform")
     return platform if isinstance(platform, str) else None
+
+
+def recipe_vllm(path: Path) -> str | None:
+    """The versions of vLLM that the recipe.yaml beside a serve.yaml asks for, if it does."""
+    requires = _beside(path).get("requires")
+    vllm = requires.get("vllm") if isinstance(requires, Mapping) else None
+    return vllm if isinstance(vllm, str) else None

@@ -1,0 +1,208 @@
+"""When the plan's ReplaySSM side is packed, and what it then shows."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+from plan_helpers import DRAFTER_4B, DRAFTER_35B, plan_of
+from typer.testing import CliRunner
+
+from vllm_gaudi_ext.cli.app import app
+from vllm_gaudi_ext.planner.config import DrafterOverrides
+from vllm_gaudi_ext.planner.facts import load_platforms
+from vllm_gaudi_ext.planner.plan import PACKING_VLLMS, Plan, Side
+from vllm_gaudi_ext.planner.request import Options, make_deployment
+from vllm_gaudi_ext.planner.serve_args import recipe_vllm
+from vllm_gaudi_ext.versions import VLLM_FOR_REPLAY
+
+EIGHT_LAYERS = DrafterOverrides(layers=8, kv_heads=8, head_dim=128, sliding_layers=0)
+
+
+def replay_of(model: str = "Qwen3.5-4B", **options: Any) -> Side:
+    given = {"platform": "h200", "drafter": DRAFTER_4B, "drafts": 15, **options}
+    side = plan_of(model, **given).replay
+    assert side is not None
+    return side
+
+
+def shown(side: Side) -> list[tuple[str, int, int]]:
+    return [(group.kind, group.layers, group.groups) for group in side.groups]
+
+
+def test_the_4b_packs_on_an_h200() -> None:
+    side = replay_of(pool_gib=106.8)
+    assert side.packed
+    assert shown(side) == [("gdn", 24, 2), ("full", 13, 1)]
+    assert side.group_count == 3
+    assert side.group_size == 13
+    assert side.block_mib * 2**20 == 36_634_624
+    assert side.blocks_per_request == 14
+    assert side.padding_bytes == 0
+    assert side.state_bytes * 24 == side.state_mib_per_request * 2**20
+    assert side.capacity is not None
+    assert side.capacity.pool_blocks == int(106.8 * 2**30) // 36_634_624
+    assert side.capacity.requests == 223
+    assert side.capacity.state_slots == (side.capacity.pool_blocks - 1) // 2
+
+
+def test_the_35b_keeps_states_and_blocks_of_its_own_size_beside_a_larger_drafter() -> None:
+    side = replay_of("Qwen3.5-35B-A3B", drafter=DRAFTER_35B, overrides=EIGHT_LAYERS)
+    assert shown(side) == [("gdn", 30, 2), ("full", 18, 1)]
+    assert side.block_tokens == 1376
+    assert [group.block_tokens for group in side.groups] == [None, 1376]
+    assert side.blocks_per_request == 8
+    assert side.block_mib == 69.875
+    usual = replay_of("Qwen3.5-35B-A3B", drafter=DRAFTER_35B, overrides=EIGHT_LAYERS, packing="off")
+    assert usual.block_tokens == 1376
+    assert [group.block_tokens for group in usual.groups] == [None, 2752, 1376]
+    assert usual.request_mib_padded == 688
+    assert side.request_mib_padded == 559
+
+
+@pytest.mark.parametrize("name", load_platforms())
+def test_only_cards_whose_attention_takes_whole_blocks_pack(name: str) -> None:
+    plan = plan_of(
+        "Qwen3.5-4B", platform=name, drafter=DRAFTER_4B, drafts=15, caching=False, unit=16
+    )
+    assert not plan.native.packed
+    if plan.deployment.gaudi:
+        assert plan.replay is None
+        return
+    assert plan.replay is not None
+    assert plan.replay.packed == (name in ("a100", "h100", "h200"))
+
+
+def test_a_card_that_is_not_known_does_not_pack() -> None:
+    assert not replay_of(platform=None, unit=16).packed
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [
+        ({}, True),
+        ({"unit": 128}, True),
+        ({"block_size": 64}, True),
+        ({"tp": 4}, True),
+        ({"packing": "auto"}, True),
+        ({"packing": "off"}, False),
+        ({"vllm": ">=0.31.0,<0.31.1"}, True),
+        ({"vllm": ">=0.33"}, True),
+        ({"vllm": ">=0.26.0,<0.26.1"}, False),
+        ({"vllm": "newest"}, False),
+        # Its pages are not plain K and V.
+        ({"kv_dtype": "fp8"}, False),
+        # A block of a window's takes a whole one of the pool's.
+        ({"overrides": DrafterOverrides(sliding_layers=4, window=2048)}, False),
+        # Nothing to gain.
+        ({"drafter": None}, False),
+    ],
+)
+def test_what_decides(options: dict[str, Any], packed: bool) -> None:
+    assert replay_of(**options).packed is packed
+
+
+def test_the_longest_request_decides_and_not_the_one_that_is_asked_about() -> None:
+    """As in the server, which knows no other. Of one block, these take 42 pages either way."""
+    shape: dict[str, Any] = {"overrides": DrafterOverrides(layers=6)}
+    assert not replay_of(tokens=600, **shape).packed
+    assert replay_of(tokens=600, max_model_len=32768, **shape).packed
+    assert not replay_of(tokens=600, max_model_len=-1, **shape).packed
+
+
+def test_every_vllm_that_replay_is_served_with_packs_but_the_oldest() -> None:
+    windows = [window.supported for window in VLLM_FOR_REPLAY]
+    for version in PACKING_VLLMS:
+        assert Version(version) >= Version("0.31.0")
+        assert any(version in window for window in windows)
+    left = [str(w) for w in windows if not any(v in w for v in PACKING_VLLMS)]
+    assert len(left) == 1
+    assert "0.26.0" in left[0]
+
+
+def serve(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str | None = None, **arguments: Any
+) -> bool:
+    """Whether a serve.yaml of the 4B with these arguments packs."""
+    path = folder / "serve.yaml"
+    path.write_text("model: Qwen/Qwen3.5-4B\n", encoding="utf-8")
+    if recipe is not None:
+        (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    parsed = argparse.Namespace(
+        model="Qwen/Qwen3.5-4B",
+        enable_prefix_caching=False,
+        speculative_config={
+            "method": "dflash",
+            "model": DRAFTER_4B,
+            "num_speculative_tokens": 15,
+        },
+        **arguments,
+    )
+    monkeypatch.setattr("vllm_gaudi_ext.planner.serve_args.parse_serve_yaml", lambda given: parsed)
+    monkeypatch.setattr("vllm_gaudi_ext.planner.request._with_reading", lambda options: options)
+    deployment = make_deployment(Options(serve=path, platform="h200"))
+    return deployment.may_pack
+
+
+@pytest.mark.parametrize(
+    ("options", "packs"),
+    [
+        ({"gaudi_ext": {"replay": "on"}}, True),
+        ({"gaudi_ext": {"packing": "auto"}}, True),
+        ({"gaudi_ext": {"packing": "off"}}, False),
+        # A bare off of YAML.
+        ({"gaudi_ext": {"packing": False}}, False),
+        # Refused by the server and by preflight; the plan goes by the default.
+        ({"gaudi_ext": {"packing": "tight"}}, True),
+        (None, True),
+    ],
+)
+def test_the_option_is_read_from_the_serve_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, packs: bool
+) -> None:
+    assert serve(tmp_path, monkeypatch, additional_config=options) is packs
+
+
+@pytest.mark.parametrize(
+    ("recipe", "versions", "packs"),
+    [
+        (None, None, True),
+        ("requires:\n  vllm: '>=0.31.0,<0.31.1'\n", ">=0.31.0,<0.31.1", True),
+        ("requires:\n  vllm: '>=0.26.0,<0.26.1'\n", ">=0.26.0,<0.26.1", False),
+        ("requires:\n  vllm-gaudi: '>=0.26.0'\n", None, True),
+        ("requires: 0.26\n", None, True),
+    ],
+)
+def test_the_version_is_the_recipes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str | None,
+    versions: str | None,
+    packs: bool,
+) -> None:
+    assert serve(tmp_path, monkeypatch, recipe) is packs
+    assert recipe_vllm(tmp_path / "serve.yaml") == versions
+
+
+def test_the_table_shows_the_packed_groups_beside_vllms() -> None:
+    arguments = ["plan", "Qwen3.5-4B", "--platform", "h200", "--drafter", DRAFTER_4B]
+    result = CliRunner().invoke(app, [*arguments, "--drafts", "15"], env={"COLUMNS": "250"})
+    assert result.exit_code == 0, result.output
+    for text in (
+        "8: 5 gdn of 24 layers, 2 full of 8 layers / 592 tokens, 1 full of 5 layers / 592 tokens",
+        "3: 2 gdn of 24 layers, 1 full of 13 layers / 688 tokens",
+        "11.56 MiB (5 pages)",
+        "34.94 MiB (packed)",
+        "2.66 MiB a state, 2.69 MiB attention",
+        "489.12 MiB",
+    ):
+        assert text in result.stdout, text
+
+
+def test_the_finding_counts_the_packed_requests() -> None:
+    plan: Plan = plan_of("Qwen3.5-4B", platform="h200", drafter=DRAFTER_4B, drafts=15)
+    text = next(finding.text for finding in plan.findings if finding.code == "replay")
+    assert "64 MiB of state instead of 888: 2.88x as many requests" in text
