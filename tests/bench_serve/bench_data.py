@@ -44,18 +44,21 @@ FACTS: dict[str, dict[str, Any]] = {
 
 
 def gate(shift: float = 0.0, decoded: float = 0.0) -> dict[str, Any]:
-    """Log-probabilities: 0.1 from itself in another batch, and when decoded; moved by `shift`."""
+    """Log-probabilities: 0.1 from itself in another batch, and when decoded; moved by `shift`.
+
+    A lost row moves what is decoded by 1.
+    """
     prompt = [[-11.0 - i % 3 for i in range(20)], [-12.0, -10.0]]
 
     def moved(values: list[list[float]], by: float) -> list[list[float]]:
         return [[value + by * (-1) ** i for i, value in enumerate(one)] for one in values]
 
+    lost = {"every": 1, "folds": 12, "said": moved(prompt, 1.0), "read": prompt}
     return {
         "prompts": "same",
-        "prompt": moved(prompt, shift),
-        "prompt_alone": moved(prompt, shift + 0.1),
-        "decoded": moved(prompt, 0.1 + decoded),
-        "rescored": prompt,
+        "read": {"together": moved(prompt, shift), "alone": moved(prompt, shift + 0.1)},
+        "decode": {"together": {"said": moved(prompt, 0.1 + decoded), "read": prompt}},
+        "faults": [lost, lost | {"every": 16, "folds": 1, "said": moved(prompt, 0.05)}],
     }
 
 

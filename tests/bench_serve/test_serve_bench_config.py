@@ -148,6 +148,18 @@ def test_the_digest_changes_with_flags_and_load_but_not_with_words() -> None:
     assert bench_data.config(environment={"A": "1"}).digest() != digest
 
 
+def test_a_point_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    load = bench_data.CONTENT["load"] | {"points": ["4x32", "4x32x2", "4x64"]}
+    assert "load.points: 4x32 is there twice" in refusal(
+        tmp_path, bench_data.CONTENT | {"load": load}
+    )
+    load = bench_data.CONTENT["load"] | {"points": ["4x9000"]}
+    assert "serve.max-model-len: 8192" in refusal(tmp_path, bench_data.CONTENT | {"load": load})
+    assert "load.points.0" in refusal(
+        tmp_path, bench_data.CONTENT | {"load": load | {"points": ["4"]}}
+    )
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_packaged_configs_ask_for_what_the_figures_were_measured_with(path: Path) -> None:
     config = load_config(path)

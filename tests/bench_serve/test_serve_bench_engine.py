@@ -179,6 +179,29 @@ def test_the_pool_is_its_blocks_times_the_largest_group() -> None:
     assert engines.pool_bytes(SimpleNamespace(num_blocks=10, kv_cache_groups=groups)) == 8000
 
 
+def test_a_group_says_what_shares_its_blocks() -> None:
+    class MambaSpec:
+        block_size = 8192
+        page_size_bytes = 100
+
+    class FullAttentionSpec:
+        block_size = 688
+        page_size_bytes = 300
+        kv_cache_specs: dict[str, Any]
+
+    states = SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=MambaSpec())
+    assert engines.group_of(states) == {
+        "kinds": ["MambaSpec"],
+        "layers": 2,
+        "block_tokens": 8192,
+        "block_bytes": 200,
+    }
+    both = FullAttentionSpec()
+    both.kv_cache_specs = {"c": FullAttentionSpec(), "d": FullAttentionSpec()}
+    found = engines.group_of(SimpleNamespace(layer_names=["c", "d"], kv_cache_spec=both))
+    assert (found["kinds"], found["block_bytes"]) == (["FullAttentionSpec"], 300)
+
+
 def test_an_unknown_command_is_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="no command 'dance'"):
         engines.obey({"do": "dance"}, engine, ignore)

@@ -41,6 +41,14 @@ def test_a_run_in_which_all_is_well_is_green_and_has_ratios() -> None:
     assert "output_tok_s 2.0x" in printed(results)
 
 
+def fault(moved: float, folds: int) -> dict[str, Any]:
+    """A gate in which lost rows move what is decoded by so much."""
+    read = [[0.0, -1.0]]
+    said = [[value + moved for value in read[0]]]
+    planted = {"every": 1, "folds": folds, "said": said, "read": read}
+    return bench_data.gate() | {"faults": [planted]}
+
+
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "one arm": ({"runs": [bench_data.run("stock")]}, "both arms"),
     "a request cut short": (
@@ -118,7 +126,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {
             "gates": {
                 "stock": bench_data.gate(),
-                "replay": bench_data.gate() | {"decoded": [[-1.0], [-2.0]]},
+                "replay": bench_data.gate()
+                | {"decode": {"together": {"said": [[-1.0], [-2.0]], "read": [[-1.0]]}}},
             }
         },
         "log-probabilities, decode",
@@ -127,10 +136,44 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {
             "gates": {
                 "stock": bench_data.gate(),
-                "replay": bench_data.gate() | {"prompt": [[math.nan] * 20, [-12.0, -10.0]]},
+                "replay": bench_data.gate()
+                | {
+                    "read": bench_data.gate()["read"]
+                    | {"together": [[math.nan] * 20, [-12.0, -10.0]]}
+                },
             }
         },
         "log-probabilities, prefill",
+    ),
+    "a composition missing": (
+        {
+            "gates": {
+                "stock": bench_data.gate(),
+                "replay": bench_data.gate() | {"read": {"together": [[-1.0] * 20, [-1.0] * 2]}},
+            }
+        },
+        "log-probabilities, prefill",
+    ),
+    "a fault that is not seen": (
+        {"gates": {"stock": bench_data.gate(), "replay": fault(0.14, 12)}},
+        "planted fault is seen",
+    ),
+    "a fault that spoiled nothing": (
+        {"gates": {"stock": bench_data.gate(), "replay": fault(5.0, 0)}},
+        "planted fault is seen",
+    ),
+    "no fault planted": (
+        {"gates": {"stock": bench_data.gate(), "replay": bench_data.gate() | {"faults": []}}},
+        "planted fault is seen",
+    ),
+    "other dummy weights": (
+        {
+            "facts": {
+                arm: facts | {"dummy_weights": {"kind": "scaled", "models": [{"digest": arm}]}}
+                for arm, facts in bench_data.FACTS.items()
+            }
+        },
+        "dummy weights are the same",
     ),
     "a check made elsewhere": ({"extra": [Check("tokens in fp32", False)]}, "tokens in fp32"),
 }
@@ -156,6 +199,7 @@ def test_stock_that_gives_no_number_is_red() -> None:
     assert set(red(bench_data.results(gates=gates))) == {
         "log-probabilities, prefill",
         "log-probabilities, decode",
+        "planted fault is seen",
     }
 
 
@@ -166,42 +210,48 @@ def test_a_few_steps_may_be_further_from_the_acceptance_length() -> None:
     assert red(bench_data.results(runs=runs)) == []
 
 
+def alone(values: list[list[float]]) -> dict[str, Any]:
+    """The gate's prompts, read otherwise when each is alone."""
+    return bench_data.gate()["read"] | {"alone": values}
+
+
 def test_a_weak_check_says_that_it_is_weak() -> None:
-    far = bench_data.gate() | {"prompt_alone": [[0.0] * 20, [0.0, 0.0]]}
-    checks = bench_data.results(gates={"stock": far, "replay": bench_data.gate()}).checks()
-    assert ["says little" in check.note for check in checks[-2:]] == [True, False]
-    far = bench_data.gate() | {"decoded": [[0.0] * 20, [0.0, 0.0]]}
-    checks = bench_data.results(gates={"stock": far, "replay": bench_data.gate()}).checks()
-    assert ["says little" in check.note for check in checks[-2:]] == [False, True]
-    assert not any("says little" in check.note for check in bench_data.results().checks())
+    def weak(stock: dict[str, Any]) -> list[str]:
+        checks = bench_data.results(gates={"stock": stock, "replay": bench_data.gate()}).checks()
+        return [check.name for check in checks if "says little" in check.note]
+
+    assert weak(bench_data.gate() | {"read": alone([[0.0] * 20, [0.0, 0.0]])}) == [
+        "log-probabilities, prefill"
+    ]
+    said = {"said": [[0.0] * 20, [0.0, 0.0]], "read": [[-11.0] * 20, [-12.0, -10.0]]}
+    assert weak(bench_data.gate() | {"decode": {"together": said}}) == ["log-probabilities, decode"]
+    assert weak(bench_data.gate()) == []
 
 
 def test_a_distance_is_held_to_stocks_own_of_the_same_kind() -> None:
     """A large one of the other kind lends it nothing."""
-    stock = bench_data.gate(decoded=5.0)
+    stock = bench_data.gate(decoded=0.5)
     assert red(bench_data.results(gates={"stock": stock, "replay": bench_data.gate(0.16)})) == [
         "log-probabilities, prefill"
     ]
-    stock = bench_data.gate() | {"prompt_alone": [[0.0] * 20, [0.0, 0.0]]}
-    replay = bench_data.gate(decoded=0.06)
+    stock = bench_data.gate() | {"read": alone([[0.0] * 20, [0.0, 0.0]])}
+    replay = bench_data.gate(decoded=0.06) | {"read": stock["read"]}
     assert red(bench_data.results(gates={"stock": stock, "replay": replay})) == [
         "log-probabilities, decode"
     ]
 
 
-def prefill(alone: int, everywhere: float) -> tuple[bool, str]:
+def far(at: int, everywhere: float) -> Results:
     """Stock 0.1 from itself at so many positions, and ReplaySSM so far from it at all 100."""
-    prompt = [[-11.0 - i % 3 for i in range(100)]]
-    stock = bench_data.gate() | {
-        "prompt": prompt,
-        "prompt_alone": [[v + 0.1 * (i < alone) for i, v in enumerate(prompt[0])]],
-    }
-    replay = bench_data.gate() | {"prompt": [[v + everywhere for v in prompt[0]]]}
-    (check,) = (
-        check
-        for check in bench_data.results(gates={"stock": stock, "replay": replay}).checks()
-        if check.name == "log-probabilities, prefill"
-    )
+    prompt = [-11.0 - i % 3 for i in range(100)]
+    read = {"together": [prompt], "alone": [[v + 0.1 * (i < at) for i, v in enumerate(prompt)]]}
+    moved = {name: [[v + everywhere for v in one]] for name, (one,) in read.items()}
+    gates = {"stock": bench_data.gate() | {"read": read}}
+    return bench_data.results(gates=gates | {"replay": bench_data.gate() | {"read": moved}})
+
+
+def prefill(at: int, everywhere: float) -> tuple[bool, str]:
+    (check,) = (c for c in far(at, everywhere).checks() if c.name == "log-probabilities, prefill")
     return check.ok, check.note
 
 
@@ -209,8 +259,42 @@ def test_stock_that_seldom_differs_in_another_batch_says_by_how_much_it_does() -
     """Of 100 positions 12 differ: over all of them that would be a third of 0.1."""
     ok, note = prefill(12, 0.14)
     assert ok
-    assert "at 12 of 100 positions, ReplaySSM at 100" in note
+    assert "alone, at 12 of 100 positions, ReplaySSM at 100" in note
     assert not prefill(12, 0.16)[0]
+
+
+def test_the_result_says_whether_distances_hold_without_slack() -> None:
+    """Between one and one and a half of stock's own the gate is green, and `holds` is not."""
+    found = far(12, 0.14).summary()
+    assert found["gate"] == "green"
+    assert found["bf16"]["stock_to_itself"] == {"alone": {"rms": 0.1, "positions": 12}}
+    assert found["bf16"]["replay_to_stock"]["together"] == {"rms": 0.14, "positions": 100}
+    assert found["bf16"]["holds"] is False
+    assert "without slack" in printed(far(12, 0.14))
+    assert far(12, 0.09).summary()["bf16"]["holds"] is True
+    # Where stock agrees with itself to the bit there is nothing to hold it to.
+    assert far(0, 0.09).summary()["bf16"]["holds"] is False
+
+
+def test_the_composition_in_which_stock_is_furthest_from_itself_counts() -> None:
+    gates = {"stock": bench_data.gate(), "replay": bench_data.gate(0.16)}
+    assert red(bench_data.results(gates=gates)) == ["log-probabilities, prefill"]
+    for gate in gates.values():
+        together = gate["read"]["together"]
+        gate["read"]["in pairs"] = [[v + 0.2 for v in one] for one in together]
+    assert red(bench_data.results(gates=gates)) == []
+
+
+def test_a_fault_says_how_fine_the_gate_sees() -> None:
+    (check,) = (c for c in bench_data.results().checks() if c.name == "planted fault is seen")
+    assert (check.ok, check.value, check.limit) == (True, 1.0, "above 0.15")
+    assert "of one fold in 16 (1 folds): 0.05, not seen" in check.note
+
+
+def test_in_a_server_no_fault_can_be_planted() -> None:
+    facts = {"stock": {"replay_active": False}, "replay": {"replay_active": True}}
+    gates = {arm: bench_data.gate() | {"faults": []} for arm in ("stock", "replay")}
+    assert red(bench_data.results(facts=facts, gates=gates)) == []
 
 
 def test_stock_that_agrees_with_itself_leaves_prefill_to_what_it_decoded() -> None:

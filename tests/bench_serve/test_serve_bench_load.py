@@ -102,3 +102,16 @@ def test_gate_prompts_span_their_lengths() -> None:
     prompts = loads.gate_prompts(LOAD, Gate(prompts=4, prompt_tokens=(9, 99)), 512)
     assert [len(prompt) for prompt in prompts] == [9, 39, 69, 99]
     assert loads.gate_prompts(LOAD, Gate(prompts=4, prompt_tokens=(9, 99)), 512) == prompts
+
+
+def test_fillers_leave_the_gates_prompts_part_of_a_step() -> None:
+    assert loads.filler_lengths([40, 90], 256, 510, 0.3) == [217]
+    # No prompt longer than the model takes, and none a token shorter than it must be.
+    lengths = loads.filler_lengths([40, 1200], 16384, 8190, 0.7)
+    assert lengths == [7758, 7758]
+    assert sum(lengths) + int(1240 * 0.7) == 16384
+    # Prompts of more than a step are cut as they are.
+    assert loads.filler_lengths([200, 200], 256, 510, 0.3) == []
+    prompts = loads.filler_prompts(LOAD, [5, 3], 64)
+    assert [len(prompt) for prompt in prompts] == [5, 3]
+    assert prompts == loads.filler_prompts(LOAD, [5, 3], 64)

@@ -74,3 +74,13 @@ def test_without_drafts_there_is_no_acceptance_length() -> None:
 def test_a_run_survives_its_json() -> None:
     one = bench_data.run("replay")
     assert Run.from_json(one.as_json()) == one
+
+
+def test_requests_after_the_first_wave_have_a_ttft_of_their_own() -> None:
+    """Those of a burst wait for each other's prompts; later ones show the steady state."""
+    records = tuple(Record(3, 8, 8, ttft, ttft + 1) for ttft in (9.0, 8.0, 1.0, 3.0, 2.0))
+    runs = [bench_data.run("stock", records=records)] * 2
+    found = figures(runs, 2)
+    assert (found["ttft_p50_s"], found["ttft_later_p50_s"]) == (3.0, 2.0)
+    assert "ttft_later_p50_s" not in figures(runs, 5)
+    assert "ttft_later_p50_s" not in figures(runs)

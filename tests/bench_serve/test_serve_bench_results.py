@@ -20,6 +20,8 @@ from cuda_ext.bench.serve.results import (
     read_checks,
 )
 
+PROFILE: dict[str, Any] = {"kind": "decode", "concurrency": 4, "ms": {"attention": 1.0}}
+
 
 def half(arm: str, **origin: Any) -> Results:
     whole = bench_data.results()
@@ -41,12 +43,14 @@ def test_the_file_has_what_the_issue_asks_for(tmp_path: Path) -> None:
     assert [point["arm"] for point in found["points"]] == ["stock", "replay"]
     wanted = "arm concurrency output_tok_s ttft_p50_s ttft_p99_s tpot_p50_ms running_max "
     wanted += "preemptions acceptance_length ttft_p90_s tpot_p99_ms e2e_p50_s kv_usage_max "
-    wanted += "waiting_max requests wall_s"
+    wanted += "waiting_max requests wall_s output_tokens waves commit date gate session"
     assert set(wanted.split()) <= set(found["points"][0])
 
 
 def test_what_was_saved_is_read_back_whole(tmp_path: Path) -> None:
-    results = bench_data.results(left_out=["x"], failure="killed")
+    results = bench_data.results(
+        left_out=["x"], failure="killed", profiles={"stock": [PROFILE], "replay": [PROFILE]}
+    )
     assert load_results(results.save(tmp_path)) == results
 
 
@@ -140,8 +144,43 @@ def test_leases_with_other_points_are_collected_each_ratio_from_its_own() -> Non
         ("stock", 16, "t"),
         ("replay", 16, "t"),
     ]
-    assert [one["concurrency"] for one in whole["ratios"]["points"]] == [4, 16]
+    ratios = [(one["session"], one["concurrency"]) for one in whole["ratios"]["points"]]
+    assert ratios == [("s", 4), ("t", 16)]
     assert [one["session"] for one in whole["sessions"]] == ["s", "t"]
+
+
+def test_a_collection_of_several_commits_and_waves_says_so_at_each_point() -> None:
+    load = bench_data.CONTENT["load"] | {"waves": 2}
+    other = other_points("t", config=bench_data.config(load=load))
+    other["commit"] = other["points"][0]["commit"] = other["points"][1]["commit"] = "d"
+    first = bench_data.results(profiles={"stock": [PROFILE]}).summary()
+    whole = collect([first, other])
+    assert whole["commit"] == "c, d"
+    assert [(p["commit"], p["waves"], p["gate"]) for p in whole["points"]] == [
+        ("c", 1, "green"),
+        ("c", 1, "green"),
+        ("d", 2, "green"),
+        ("d", 2, "green"),
+    ]
+    assert all(point["date"] for point in whole["points"])
+    assert [(line["arm"], line["session"]) for line in whole["profile"]] == [("stock", "s")]
+    assert [one["commit"] for one in whole["sessions"]] == ["c", "d"]
+    assert whole["sessions"][1]["arms"] == other["arms"]
+
+
+def test_to_a_collection_another_lease_is_added() -> None:
+    whole = collect([bench_data.results().summary(), other_points("t")])
+    label = "8 in flight, 32 out"
+    load = bench_data.CONTENT["load"] | {"concurrency": [8]}
+    third = bench_data.results(
+        config=bench_data.config(load=load),
+        runs=[bench_data.run(arm, label) for arm in ("stock", "replay")],
+    )
+    third.origin["session"] = "u"
+    found = collect([whole, third.summary()])
+    assert [one["session"] for one in found["sessions"]] == ["s", "t", "u"]
+    assert [p["session"] for p in found["points"]] == ["s", "s", "t", "t", "u", "u"]
+    assert [one["session"] for one in found["ratios"]["points"]] == ["s", "t", "u"]
 
 
 def test_a_collection_is_refused_with_every_reason() -> None:
@@ -160,21 +199,18 @@ def test_a_collection_is_refused_with_every_reason() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"commit": "d"}, "commit: 'c' and 'd'"),
         ({"gate": {"slack": 9.0}}, "gates of s and t differ"),
         ({"load": {"prompt_tokens": [60, 80]}}, r"load.prompt_tokens: \(30, 40\) and \(60, 80\)"),
-        ({"load": {"waves": 2}}, "load.waves: 1 and 2"),
     ],
-    ids=["commit", "gate", "prompts", "waves"],
+    ids=["gate", "prompts"],
 )
-def test_a_collection_is_of_one_commit_gate_and_load(changes: dict[str, Any], told: str) -> None:
+def test_a_collection_is_of_one_gate_and_load(changes: dict[str, Any], told: str) -> None:
     given: dict[str, Any] = {}
     if "gate" in changes:
         given["config"] = bench_data.config(gate=changes["gate"])
     if "load" in changes:
         given["config"] = bench_data.config(load=bench_data.CONTENT["load"] | changes["load"])
     other = other_points("t", **given)
-    other["commit"] = changes.get("commit", "c")
     with pytest.raises(MergeRefused, match=told) as caught:
         collect([bench_data.results().summary(), other])
     assert len(str(caught.value).splitlines()) == 2

@@ -167,6 +167,11 @@ class FakeArm:
         tick({"done": 1, "of": 2, "running": 1, "waiting": 0, "seconds": 1.0, "tokens": 3})
         return bench_data.run(self.arm, point.label, number)
 
+    def profile(self, profile: Any, tick: Any) -> list[dict[str, Any]]:
+        self.tell("profile", 5.0)
+        line = {"kind": "decode", "concurrency": 4, "running": 4, "tokens": 39.0, "seconds": 5.0}
+        return [line | {"error": "ValueError: x"}]
+
     def sleep(self) -> None:
         self.tell("sleep", 1.0)
 
@@ -223,6 +228,76 @@ def test_both_engines_stay_alive_and_one_is_awake(tmp_path: Path, fake: type[Fak
     assert found["gate"] == "green"
     assert [one["output_tok_s"] for one in found["ratios"]["points"]] == [2.0, 2.0]
     assert (tmp_path / "serve-test.runs.json").is_file()
+
+
+def test_profiles_come_after_all_points(tmp_path: Path, fake: type[FakeArm]) -> None:
+    found = do(tmp_path, profile={"concurrency": [4]})
+    last = fake.events[fake.events.index("replay 16") + 1 :]
+    assert last == [
+        "replay profile",
+        "replay sleep",
+        "stock wake",
+        "stock profile",
+        "stock stop",
+        "replay stop",
+    ]
+    assert [line["arm"] for line in found["profile"]] == ["stock", "replay"]
+    assert found["gate"] == "green"
+
+
+def test_with_restarts_an_arm_is_profiled_at_its_last_point(
+    tmp_path: Path, fake: type[FakeArm]
+) -> None:
+    do(tmp_path, repeats=2, interleave="restart", profile={"concurrency": [4]})
+    told = [event for event in fake.events if event.split()[1] in ("16", "profile")]
+    assert told == [
+        "stock 16",
+        "replay 16",
+        "replay 16",
+        "replay profile",
+        "stock 16",
+        "stock profile",
+    ]
+
+
+def test_a_profile_that_has_no_time_is_left_out_and_said(
+    tmp_path: Path, fake: type[FakeArm]
+) -> None:
+    # 25 s until the first pair is done; the second takes 4, and the profiles are thought to take
+    # 40 and take 10.
+    assert "left_out" not in do(tmp_path, profile={"concurrency": [4]}, budget_s=90.0)
+    pair = ["stock at 16 in flight, 32 out, run 0", "replay at 16 in flight, 32 out, run 0"]
+    fake.clock, fake.events = 0.0, []
+    found = do(tmp_path, profile={"concurrency": [4]}, budget_s=60.0)
+    assert found["left_out"] == pair
+    assert {"stock profile", "replay profile"} <= set(fake.events)
+    fake.clock, fake.events = 0.0, []
+    found = do(tmp_path, profile={"concurrency": [4]}, budget_s=40.0)
+    assert found["left_out"] == [*pair, "profile of stock", "profile of replay"]
+    assert len(found["points"]) == 2
+    assert not any("profile" in event for event in fake.events)
+
+
+def test_with_restarts_a_profile_leaves_time_for_the_other_arm(
+    tmp_path: Path, fake: type[FakeArm]
+) -> None:
+    # 11 s until the first arm's point is done, and 11 for the other's, which is thought to take 7.
+    def left_out(budget_s: float) -> list[str]:
+        fake.clock = 0.0
+        found = do(
+            tmp_path,
+            load=bench_data.CONTENT["load"] | {"concurrency": [4]},
+            profile={"concurrency": [4]},
+            interleave="restart",
+            budget_s=budget_s,
+        )
+        assert len(found["points"]) == 2
+        return list(found.get("left_out", ()))
+
+    assert left_out(60.0) == []
+    # 11 + 7 + 20 for a profile; without the first one the other has 22 + 20.
+    assert left_out(37.0) == ["profile of stock", "profile of replay"]
+    assert left_out(43.0) == ["profile of replay"]
 
 
 def test_with_restarts_one_process_lives_at_a_time(tmp_path: Path, fake: type[FakeArm]) -> None:
@@ -353,6 +428,30 @@ def test_waves_of_the_command_stand_before_the_yamls() -> None:
 
     assert waves() == [3, 12]
     assert waves("--waves", "1") == [1, 4]
+
+
+def configured(*arguments: str) -> Any:
+    return runs._configured(runs._parser().parse_args(["h200-4b", *arguments]))
+
+
+def test_points_of_the_command_are_measured_in_their_order_and_no_other() -> None:
+    found = points(configured("--points", "256x512,64x3072x2").load)
+    assert [(p.concurrency, p.output_tokens, p.requests) for p in found] == [
+        (256, 512, 768),
+        (64, 3072, 128),
+    ]
+    assert configured("--profile", "16,64").profile.concurrency == [16, 64]
+
+
+def test_a_key_of_the_command_stands_before_the_yamls() -> None:
+    found = configured("--set", "attention-config.backend=X", "--set", "gate.slack=2")
+    assert found.serve["attention-config"] == {"backend": "X"}
+    assert found.gate.slack == 2
+    assert configured("--set", "acceptance_length=3.5").acceptance_length == 3.5
+    assert configured("--set", "max-num-seqs=8").serve["max-num-seqs"] == 8
+    for wrong in ("dtype", "dtype.x=1", "a..b=1"):
+        with pytest.raises(runs.ConfigError, match="--set"):
+            configured("--set", wrong)
 
 
 def test_the_command_of_a_result_names_no_folder() -> None:

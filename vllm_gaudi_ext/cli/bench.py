@@ -92,6 +92,26 @@ def serve(
             help="Closed loop: requests for each in flight, instead of the YAML's; 1 is one burst.",
         ),
     ] = None,
+    points: Annotated[
+        str | None,
+        typer.Option(
+            help="Closed loop, in this order and no other: requests in flight x output tokens, "
+            "and x waves at will: 256x512x3,64x3072."
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="What a step is spent on, after the points, at these: 16,64."),
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A key of the YAML, of `serve` where it is no other: "
+            "attention-config.backend=TRITON_ATTN.",
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of each point and arm.")] = 1,
     budget_s: Annotated[
         float | None, typer.Option(min=1, help="Seconds; a point that would pass is left out.")
@@ -126,6 +146,8 @@ def serve(
         "concurrency": concurrency,
         "output-tokens": output_tokens,
         "waves": waves,
+        "points": points,
+        "profile": profile,
         "repeats": repeats,
         "budget-s": budget_s,
         "session": session,
@@ -136,6 +158,8 @@ def serve(
     arguments = [config] if config else []
     for name, value in given.items():
         arguments += [] if value is None else [f"--{name}", str(value)]
+    for text in change or ():
+        arguments += ["--set", text]
     for name, paths in (("merge", merge), ("collect", collect)):
         arguments += [f"--{name}", *map(str, paths)] if paths else []
     raise typer.Exit(main(arguments))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from cuda_ext.bench.serve.config import Arm
+from cuda_ext.bench.serve.config import Arm, Profile
 from cuda_ext.bench.serve.load import Point
 from cuda_ext.bench.serve.measure import Run
 
@@ -42,6 +42,10 @@ class ArmProcess(Protocol):
 
     def point(self, point: Point, run: int, tick: Tick) -> Run:
         """Measure one point."""
+        ...
+
+    def profile(self, profile: Profile, tick: Tick) -> list[dict[str, Any]]:
+        """What a step is spent on; nothing where there is no telling."""
         ...
 
     def sleep(self) -> None:

@@ -3,14 +3,18 @@
 Dummy weights in bf16 are chaotic, so tokens can't be compared between arms. What can be:
 
 * every request got every token that it asked for, and both arms got the same requests;
-* the layers that served were vLLM's own in one arm, and ReplaySSM's in the other;
+* the layers that served were vLLM's own in one arm, and ReplaySSM's in the other, and dummy weights
+  are the same in both;
 * drafts were accepted as often as was asked for;
-* log-probabilities of the same tokens. `prefill`: of the gate's prompts, stock against ReplaySSM.
-  `decode`: of the tokens that ReplaySSM said, as they were decoded with drafts, against the same
-  tokens read as the end of a prompt; they are given there, whatever the sampler accepted, so a
-  fold that loses a row shows in every token after it. Each may be no larger than stock's own of
-  the same kind, times the slack: for `prefill` of its prompts from the same ones in another batch,
-  for `decode` of what it decoded from the same tokens read as a prompt.
+* log-probabilities of the same tokens, in several batch compositions (`engine.ArmEngine.gate`).
+  `prefill`: of the gate's prompts, ReplaySSM from stock in the same composition, against stock from
+  itself in another composition, the largest of each. `decode`: of the tokens that an arm said, as
+  they were decoded with drafts, against the same tokens read as the end of a prompt; they are given
+  there, whatever the sampler accepted, so a fold that loses a row shows in every token after it.
+  ReplaySSM's distance against stock's, the largest of each. Both may be larger by the slack, since
+  two samples of one noise differ; whether they are not larger at all is in the result too (`bf16`);
+* a planted fault is seen: ReplaySSM decodes once more with a row lost in each fold, which must
+  bring `decode` past its limit. A gate that does not see that is blind, and red.
 
 Distances are root mean squares: for `decode` over all positions, for `prefill` over those where the
 two differ. Another batch changes the order of stock's sums in few of its prompts, and all others
@@ -20,9 +24,9 @@ against 592 tokens for the shape of Qwen3.5-4B), and with them the order of sums
 distance of stock can show, for an engine has one block size. In the first run on an H200, stock
 differed from itself at 30 of 3,714 positions, by 1.5e-4, and ReplaySSM from it at 2,797, by 8.5e-5.
 
-Where stock differs from itself at fewer than `FEW_POSITIONS` there is no such distance; `prefill`
-is then held to `decode`'s, both over all positions, and its note says so. Where stock is as far
-from itself as the values spread, the check says little, and its note says so too.
+Where stock differs from itself at fewer than `FEW_POSITIONS` in each composition there is no such
+distance; `prefill` is then held to `decode`'s, both over all positions, and its note says so. Where
+stock is as far from itself as the values spread, the check says little, and its note says so too.
 
 Whether decode batches lay within the captured CUDA graphs is listed (`graph_notes`) and turns
 nothing red: on a small machine they need not.
@@ -141,7 +145,8 @@ def gate_checks(
     found.append(_same_requests(runs))
     if config.acceptance_length is not None:
         found += [_acceptance(config, facts, arm, runs) for arm in ARMS if arm in measured]
-    found += _distances(config, gates)
+    found += _same_weights(facts)
+    found += _distances(config, facts, gates)
     return [*found, *extra]
 
 
@@ -197,6 +202,20 @@ def _layers(arm: str, facts: Mapping[str, Any]) -> list[Check]:
     ]
 
 
+def _same_weights(facts: Mapping[str, Mapping[str, Any]]) -> list[Check]:
+    told = {arm: facts[arm].get("dummy_weights") for arm in ARMS if arm in facts}
+    if set(told) != set(ARMS) or not any(told.values()):
+        return []
+    stock, replay = (_weights_told(told[arm]) for arm in ARMS)
+    return [Check("dummy weights are the same", stock == replay, replay, stock)]
+
+
+def _weights_told(found: Mapping[str, Any] | None) -> str:
+    models = (found or {}).get("models", ())
+    digests = " ".join(model["digest"] for model in models)
+    return f"{(found or {}).get('kind')} {digests}".strip()
+
+
 def _complete(runs: Sequence[Run]) -> Check:
     records = [record for run in runs for record in run.records]
     bad = [record for record in records if not record.complete]
@@ -243,7 +262,11 @@ def _acceptance(
     )
 
 
-def _distances(config: BenchConfig, gates: Mapping[str, Mapping[str, Any]]) -> list[Check]:
+def _distances(
+    config: BenchConfig,
+    facts: Mapping[str, Mapping[str, Any]],
+    gates: Mapping[str, Mapping[str, Any]],
+) -> list[Check]:
     missing = [arm for arm in ARMS if arm not in gates]
     if missing:
         return [
@@ -255,38 +278,164 @@ def _distances(config: BenchConfig, gates: Mapping[str, Mapping[str, Any]]) -> l
     same = Check(
         "gate prompts", stock["prompts"] == replay["prompts"], replay["prompts"], stock["prompts"]
     )
-    slack = config.gate.slack
-    read = rms_distance(stock["decoded"], stock["rescored"])
+    slack, found = config.gate.slack, _Distances.of(stock, replay)
     decode = _distance(
         "decode",
         slack,
-        ("decoded and read", read),
-        rms_distance(replay["decoded"], replay["rescored"]),
-        replay["decoded"],
+        ("decoded and read", found.stock_decode),
+        found.replay_decode,
+        _values(replay["decode"].values()),
     )
-    return [same, _prefill(slack, stock, replay, read), decode]
+    return [same, _prefill(slack, stock, found), decode, *_fault(slack, facts, replay, found)]
 
 
-def _prefill(
-    slack: float, stock: Mapping[str, Any], replay: Mapping[str, Any], read: float | None
-) -> Check:
-    itself = changed(stock["prompt"], stock["prompt_alone"])
-    arms = changed(stock["prompt"], replay["prompt"])
-    if itself is None or arms is None:
-        return _distance("prefill", slack, ("in another batch", None), None, ())
-    count = len(itself[0])
-    if count < FEW_POSITIONS:
-        way = f"{count} positions differ in another batch, so as decoded and read"
-        ours = rms_distance(stock["prompt"], replay["prompt"])
-        return _distance("prefill", slack, (way, read), ours, stock["prompt"])
-    every = sum(map(len, stock["prompt"]))
+@dataclass(frozen=True)
+class _Distances:
+    """The largest distances of each kind; None where shapes differ.
+
+    Args:
+        itself: of stock's prompts from themselves, by composition: RMS and positions that differ.
+        arms: of ReplaySSM's prompts from stock's, by composition.
+        whole: the largest of `arms` over all positions.
+        stock_decode, replay_decode: of what an arm decoded from the same read.
+    """
+
+    itself: Mapping[str, tuple[float, int] | None]
+    arms: Mapping[str, tuple[float, int] | None]
+    whole: float | None
+    stock_decode: float | None
+    replay_decode: float | None
+
+    @classmethod
+    def of(cls, stock: Mapping[str, Any], replay: Mapping[str, Any]) -> _Distances:
+        first, *others = stock["read"]
+        pairs = [(stock["read"][name], replay["read"].get(name, ())) for name in stock["read"]]
+        return cls(
+            {name: _changed(stock["read"][first], stock["read"][name]) for name in others},
+            {name: _changed(*pair) for name, pair in zip(stock["read"], pairs, strict=True)},
+            _largest(rms_distance(*pair) for pair in pairs),
+            _largest(rms_distance(one["said"], one["read"]) for one in stock["decode"].values()),
+            _largest(rms_distance(one["said"], one["read"]) for one in replay["decode"].values()),
+        )
+
+    @property
+    def own(self) -> tuple[str, float, int] | None:
+        """Composition in which stock is furthest from itself, by how much, and where."""
+        enough = [
+            (name, *found)
+            for name, found in self.itself.items()
+            if found is not None and found[1] >= FEW_POSITIONS
+        ]
+        # A value that is no number is found by whoever compares with it.
+        return max(enough, key=lambda one: one[1]) if enough else None
+
+
+def bf16_distances(gates: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Distances in bf16, without slack; None where an arm is missing.
+
+    Returns:
+        `stock_to_itself` and `replay_to_stock` of the same prompts, by composition: `rms` over the
+        positions that differ, and their count; `decode` of both arms; `holds`, whether the largest
+        of ReplaySSM from stock is at most the largest of stock from itself.
+    """
+    if any(arm not in gates for arm in ARMS):
+        return None
+    found = _Distances.of(*(gates[arm] for arm in ARMS))
+
+    def listed(given: Mapping[str, tuple[float, int] | None]) -> dict[str, Any]:
+        return {
+            name: {"rms": float(f"{one[0]:.4g}"), "positions": one[1]}
+            for name, one in given.items()
+            if one is not None
+        }
+
+    ours = _largest(one and one[0] for one in found.arms.values())
+    return {
+        "stock_to_itself": listed(found.itself),
+        "replay_to_stock": listed(found.arms),
+        "decode": {"stock": found.stock_decode, "replay": found.replay_decode},
+        "holds": found.own is not None and ours is not None and ours <= found.own[1],
+    }
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    """None where one is missing."""
+    given = list(values)
+    if not given or any(value is None for value in given):
+        return None
+    # `max` would pass over a value that is no number.
+    numbers = [value for value in given if value is not None]
+    return max(value if math.isfinite(value) else math.inf for value in numbers)
+
+
+def _changed(
+    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]
+) -> tuple[float, int] | None:
+    """RMS over the positions that differ, and how many; None where shapes differ."""
+    found = changed(first, second)
+    if found is None:
+        return None
+    return (rms_distance([found[0]], [found[1]]) or 0.0, len(found[0]))
+
+
+def _values(parts: Iterable[Mapping[str, Any]]) -> list[Sequence[float]]:
+    return [values for part in parts for values in part["said"]]
+
+
+def _prefill(slack: float, stock: Mapping[str, Any], found: _Distances) -> Check:
+    values = next(iter(stock["read"].values()))
+    ours = _largest(one and one[0] for one in found.arms.values())
+    if found.own is None:
+        if ours is None or not found.itself or None in found.itself.values():
+            return _distance("prefill", slack, ("in another batch", None), None, ())
+        most = max(one[1] for one in found.itself.values() if one is not None)
+        way = f"{most} positions differ in another batch, so as decoded and read"
+        return _distance("prefill", slack, (way, found.stock_decode), found.whole, values)
+    name, theirs, count = found.own
+    every = sum(map(len, values))
+    theirs_at = [one[1] for one in found.arms.values() if one is not None]
     way = (
-        f"where it differs in another batch (at {count} of {every} positions, "
-        f"ReplaySSM at {len(arms[0])})"
+        f"where it differs in another batch ({name}, at {count} of {every} positions, "
+        f"ReplaySSM at {max(theirs_at, default=0)})"
     )
-    ours = rms_distance([arms[0]], [arms[1]]) if arms[0] else 0.0
-    theirs = rms_distance([itself[0]], [itself[1]])
-    return _distance("prefill", slack, (way, theirs), ours, stock["prompt"])
+    return _distance("prefill", slack, (way, theirs), ours, values)
+
+
+def _fault(
+    slack: float,
+    facts: Mapping[str, Mapping[str, Any]],
+    replay: Mapping[str, Any],
+    found: _Distances,
+) -> list[Check]:
+    """Whether `decode` sees rows lost; nothing for a server, in which none can be planted."""
+    name, given = "planted fault is seen", replay.get("faults") or []
+    if not given:
+        if facts.get("replay", {}).get("replay_layers") is None:
+            return []
+        return [Check(name, False, note="none was planted")]
+    told = []
+    for fault in given:
+        distance = rms_distance(fault["said"], fault["read"])
+        told.append((fault, math.inf if distance is None else distance))
+    limit = math.inf if found.stock_decode is None else slack * found.stock_decode
+    fault, distance = told[0]
+    others = [
+        f"of one fold in {one['every']} ({one['folds']} folds): {far:.4g}, "
+        f"{'seen' if far > limit else 'not seen'}"
+        for one, far in told[1:]
+    ]
+    seen = distance > limit and fault["folds"] > 0
+    blind = "" if seen else "the gate is blind: a wrong state does not show"
+    what = f"decode with the oldest row of each fold lost, {fault['folds']} folds"
+    return [
+        Check(
+            name,
+            seen,
+            float(f"{distance:.4g}"),
+            f"above {limit:.4g}",
+            "; ".join(filter(None, [blind, what, *others])),
+        )
+    ]
 
 
 def _distance(

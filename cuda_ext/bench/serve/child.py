@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from cuda_ext.bench.serve.arms import ArmFailed, OutOfTime, Tick
-from cuda_ext.bench.serve.config import Arm, BenchConfig
+from cuda_ext.bench.serve.config import Arm, BenchConfig, Profile
 from cuda_ext.bench.serve.load import Point
 from cuda_ext.bench.serve.measure import Run
 from vllm_gaudi_ext import envs
@@ -68,6 +68,7 @@ class EngineChild:
                     "flags": str(written),
                     "load": config.load.model_dump(),
                     "gate": config.gate.model_dump(),
+                    "dummy_weights": config.dummy_weights,
                 }
             )
         )
@@ -139,6 +140,10 @@ class EngineChild:
         """Measure one point."""
         command = {"do": "point", "arm": self.arm, "point": point.as_json(), "run": run}
         return Run.from_json(self._ask(command, tick))
+
+    def profile(self, profile: Profile, tick: Tick) -> list[dict[str, Any]]:
+        """What a step is spent on (`ArmEngine.profile`)."""
+        return list(self._ask({"do": "profile", **profile.model_dump()}, tick))
 
     def sleep(self) -> None:
         """Leave the device to the other arm."""

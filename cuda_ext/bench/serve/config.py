@@ -27,6 +27,13 @@ Whole = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 Range = Annotated[tuple[Whole, Whole], Field(description="the least and the most, both included")]
+Place = Annotated[
+    str,
+    Field(
+        pattern=r"^[1-9]\d*x[1-9]\d*(x[1-9]\d*)?$",
+        description="requests in flight x output tokens, and x waves where they are others",
+    ),
+]
 
 
 class ConfigError(ValueError):
@@ -90,6 +97,10 @@ class Gate(_Strict):
 class Load(_Strict):
     """What is asked of both arms."""
 
+    points: list[Place] = Field(
+        default=[],
+        description="closed loop, in this order and no other point: 64x512, 256x3072x2",
+    )
     concurrency: list[Whole] = Field(default=[], description="closed loop: requests kept in flight")
     request_rates: list[Rate] = Field(
         default=[], description="open loop: requests a second, at random"
@@ -109,6 +120,15 @@ class Load(_Strict):
     warm_up: WarmUp = WarmUp()
 
 
+class Profile(_Strict):
+    """What each arm is profiled at, once all points are measured."""
+
+    concurrency: list[Whole] = Field(
+        default=[], description="requests that decode; none, no profile"
+    )
+    steps: Whole = Field(default=10, description="of decoding, timed and then recorded")
+
+
 class BenchConfig(_Strict):
     """The whole file."""
 
@@ -119,14 +139,22 @@ class BenchConfig(_Strict):
     acceptance_length: float | None = Field(
         default=None, ge=1, description="synthetic acceptance; needs speculative-config"
     )
+    dummy_weights: Literal["scaled", "vllm"] = Field(
+        default="scaled",
+        description="where weights are dummy ones: of the size that trained ones have (weights.py),"
+        " or as vLLM makes them, with which log-probabilities say nothing of GDN",
+    )
     environment: dict[str, str] = Field(default={}, description="variables of both arms")
     interleave: Literal["sleep", "restart"] = "sleep"
     load: Load
     gate: Gate = Gate()
+    profile: Profile = Profile()
 
     def digest(self) -> str:
         """Stands for everything that both arms of a comparison must share."""
-        text = json.dumps(self.model_dump(exclude={"about", "interleave"}), sort_keys=True)
+        text = json.dumps(
+            self.model_dump(exclude={"about", "interleave", "profile"}), sort_keys=True
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def flag(self, name: str) -> Any:
@@ -203,8 +231,14 @@ def _problems(config: BenchConfig) -> list[str]:
     """What the fields say together."""
     found = []
     load = config.load
-    if not load.concurrency and not load.request_rates:
-        found.append("load: name a concurrency (closed loop) or request_rates (open loop)")
+    if not (load.points or load.concurrency or load.request_rates):
+        found.append("load: name points or a concurrency (closed loop), or request_rates (open)")
+    places = [tuple(place.split("x")[:2]) for place in load.points]
+    found += [
+        f"load.points: {'x'.join(place)} is there twice"
+        for place in sorted(set(places))
+        if places.count(place) > 1
+    ]
     for key, pair in (
         ("load.prompt_tokens", load.prompt_tokens),
         ("load.token_ids", load.token_ids),
@@ -214,7 +248,7 @@ def _problems(config: BenchConfig) -> list[str]:
             found.append(f"{key}: from {pair[0]} to {pair[1]} is empty")
     longest = config.flag("max-model-len")
     needed = max(
-        load.prompt_tokens[1] + max(load.output_tokens),
+        load.prompt_tokens[1] + max(_outputs(load)),
         config.gate.prompt_tokens[1] + config.gate.output_tokens,
     )
     if not isinstance(longest, int):
@@ -249,6 +283,10 @@ def _problems(config: BenchConfig) -> list[str]:
     if config.shape is not None:
         found += _shape_problems(config)
     return found
+
+
+def _outputs(load: Load) -> list[int]:
+    return [int(place.split("x")[1]) for place in load.points] or load.output_tokens
 
 
 def _shape_problems(config: BenchConfig) -> list[str]:

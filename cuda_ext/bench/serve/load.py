@@ -64,6 +64,12 @@ class Request:
 def points(load: Load) -> list[Point]:
     """All points, in the order in which they are measured."""
     found = []
+    if load.points:
+        for place in load.points:
+            concurrency, output, *waves = map(int, place.split("x"))
+            count = concurrency * (waves[0] if waves else load.waves)
+            found.append(Point(concurrency, None, output, count))
+        return found
     for output in load.output_tokens:
         found += [Point(c, None, output, c * load.waves) for c in load.concurrency]
         found += [Point(None, rate, output, load.open_requests) for rate in load.request_rates]
@@ -115,6 +121,34 @@ def gate_prompts(load: Load, gate: Gate, vocabulary: int) -> list[list[int]]:
     steps = max(1, gate.prompts - 1)
     lengths = [low + (high - low) * i // steps for i in range(gate.prompts)]
     return [generator.choices(ids, k=length) for length in lengths]
+
+
+def filler_prompts(load: Load, lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
+    """Prompts that only take up room beside the gate's."""
+    generator = random.Random(f"{load.seed} fillers")
+    ids = token_range(load, vocabulary)
+    return [generator.choices(ids, k=length) for length in lengths]
+
+
+def filler_lengths(
+    prompts: Sequence[int], step_tokens: int, longest: int, part: float
+) -> list[int]:
+    """Lengths of prompts that leave the gate's room for a part in a step, so that one is cut.
+
+    Args:
+        prompts: lengths of the gate's.
+        step_tokens: of a step at most.
+        longest: a prompt at most.
+        part: of the gate's tokens.
+
+    Returns:
+        None of them where the gate's own prompts are more than a step.
+    """
+    wanted = step_tokens - int(sum(prompts) * part)
+    if wanted <= 0 or sum(prompts) > step_tokens:
+        return []
+    count = -(-wanted // longest)
+    return [wanted // count + (i < wanted % count) for i in range(count)]
 
 
 def digest(given: Sequence[Request]) -> str:

@@ -113,10 +113,15 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
-def figures(runs: Sequence[Run]) -> dict[str, Any]:
+def figures(runs: Sequence[Run], first_wave: int | None = None) -> dict[str, Any]:
     """The figures of one arm at one point, over its repetitions.
 
     Latencies are of all requests together; throughput is of all tokens in all time.
+
+    Args:
+        runs: of one arm at one point.
+        first_wave: requests that were sent at once, before any other ended; those after them give
+            `ttft_later_p50_s` and its like, where there are any.
     """
     records = [record for run in runs for record in run.records]
     wall = sum(run.wall_s for run in runs)
@@ -144,6 +149,10 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
         "tpot_p{}_ms": [t for record in timed if (t := record.tpot_ms) is not None],
         "e2e_p{}_s": [record.e2e_s for record in timed],
     }
+    if first_wave is not None:
+        later = [r.ttft_s for run in runs for r in run.records[first_wave:] if r.tokens]
+        if later:
+            series["ttft_later_p{}_s"] = later
     for name, values in series.items():
         for percent in QUANTILES:
             value = percentile(values, percent)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from cuda_ext.bench.serve.measure import Run, figures
+from cuda_ext.bench.serve.profile import NAMES
 from cuda_ext.bench.serve.results import RATIOS
 
 
@@ -26,6 +27,11 @@ def start_line(facts: Mapping[str, Any]) -> str:
         parts.append(f"pool {facts['pool_bytes'] / 2**30:.1f} GiB")
     if facts.get("fit_8k"):
         parts.append(f"{facts['fit_8k']:.1f} requests of 8k fit")
+    if facts.get("kv_cache_groups"):
+        layers = "+".join(str(group["layers"]) for group in facts["kv_cache_groups"])
+        parts.append(f"groups of {layers} layers, layout {facts['kv_cache_layout']}")
+    if facts.get("attention_backends"):
+        parts.append(", ".join(facts["attention_backends"]))
     for name in ("model_runner", "cudagraph_mode", "async_scheduling"):
         if name in facts:
             parts.append(f"{name} {facts[name]}")
@@ -45,6 +51,39 @@ def run_line(run: Run) -> str:
     )
 
 
+def profile_line(arm: str, line: Mapping[str, Any]) -> str:
+    """The figures of one profile in a line."""
+    if "error" in line:
+        return f"profile of {arm}, {_profiled(line)}: {line['error']}"
+    kinds = ", ".join(f"{name} {ms:.2f}" for name, ms in line["ms"].items())
+    return (
+        f"profile of {arm}, {_profiled(line)}: {line['running']} running, "
+        f"{line['tokens']:g} tokens and {line['wall_ms']:.2f} ms a step, busy "
+        f"{line['busy_ms']:.2f}, idle {line['idle_ms']:.2f}: {kinds} ({line['seconds']} s)"
+    )
+
+
+def _profiled(line: Mapping[str, Any]) -> str:
+    if line["concurrency"] is None:
+        return str(line["kind"])
+    return f"{line['kind']} at {line['concurrency']}"
+
+
+def profile_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """Milliseconds a step, a column for each arm and load."""
+    whole = [line for line in lines if "error" not in line]
+    table = Table(title="ms a step; busy: the device runs a kernel, idle: it does not")
+    table.add_column("")
+    for line in whole:
+        table.add_column(f"{line['arm']}\n{_profiled(line)}", justify="right")
+    for name in ("running", "tokens", "kernels", "wall_ms", "busy_ms", "idle_ms"):
+        table.add_row(name, *(_number(line[name]) for line in whole))
+    for name in NAMES:
+        if any(name in line["ms"] for line in whole):
+            table.add_row(name, *(f"{line['ms'].get(name, 0.0):.2f}" for line in whole))
+    return table
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
@@ -60,6 +99,11 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
             markup=False,
             highlight=False,
             soft_wrap=True,
+        )
+    if summary.get("bf16") and not summary["bf16"]["holds"]:
+        console.print(
+            "  without slack the bf16 distances do not hold: see `bf16` in the result",
+            highlight=False,
         )
     for note in summary.get("notes", ()):
         console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
@@ -82,6 +126,8 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
             str(line["running_max"]),
         )
     console.print(table)
+    if summary.get("profile"):
+        console.print(profile_table(summary["profile"]))
     if "ratios" in summary:
         ratios = summary["ratios"]
         console.print(f"ReplaySSM to stock, above 1 is better: fit_8k {ratios.get('fit_8k')}")

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_ext.bench.serve.checks import Check, gate_checks, graph_notes, is_green
+from cuda_ext.bench.serve.checks import (
+    Check,
+    bf16_distances,
+    gate_checks,
+    graph_notes,
+    is_green,
+)
 from cuda_ext.bench.serve.config import ARMS, BenchConfig
 from cuda_ext.bench.serve.load import Point, points
 from cuda_ext.bench.serve.measure import Run, figures
@@ -43,6 +49,7 @@ class Results:
         origin: provenance, `session` and `mode`.
         facts, gates: of each arm.
         runs: in the order in which they were made.
+        profiles: of each arm, as `ArmEngine.profile` gives them.
         left_out: what the budget did not allow, in words.
         extra: checks made elsewhere.
         failure: why the run ended early.
@@ -53,6 +60,7 @@ class Results:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     gates: dict[str, dict[str, Any]] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
+    profiles: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     extra: list[Check] = field(default_factory=list)
     failure: str | None = None
@@ -65,7 +73,7 @@ class Results:
         """The content of the result file."""
         checks = self.checks()
         green = is_green(checks)
-        lines = self.lines()
+        lines = self.lines("green" if green else "red")
         found: dict[str, Any] = {
             "gate": "green" if green else "red",
             "checks": [check.as_json() for check in checks],
@@ -76,6 +84,10 @@ class Results:
             "arms": self.facts,
             "points": lines,
         }
+        if distances := bf16_distances(self.gates):
+            found["bf16"] = distances
+        if self.profiles:
+            found["profile"] = self.profile_lines()
         if green:
             found["ratios"] = ratios(self.facts, lines)
         if notes := [*graph_notes(self.facts, self.runs), *_unequal(lines)]:
@@ -86,15 +98,28 @@ class Results:
             found["failure"] = self.failure
         return found
 
-    def lines(self) -> list[dict[str, Any]]:
-        """One entry an arm and point, in the order of the config."""
+    def profile_lines(self) -> list[dict[str, Any]]:
+        """One entry an arm, kind and concurrency."""
+        session = self.origin.get("session")
+        return [
+            {"arm": arm, **line, "session": session}
+            for arm in ARMS
+            for line in self.profiles.get(arm, ())
+        ]
+
+    def lines(self, gate: str) -> list[dict[str, Any]]:
+        """One entry an arm and point, in the order of the config, with where it comes from.
+
+        Args:
+            gate: of this run.
+        """
         found = []
+        origin = {name: self.origin.get(name) for name in ("session", "commit", "date")}
         for point in points(self.config.load):
             for arm in ARMS:
                 runs = [r for r in self.runs if r.arm == arm and r.label == point.label]
                 if runs:
-                    session = self.origin.get("session")
-                    found.append({**_line(arm, point, runs), "session": session})
+                    found.append({**_line(arm, point, runs), **origin, "gate": gate})
         return found
 
     def save(self, folder: Path) -> Path:
@@ -109,6 +134,7 @@ class Results:
             "facts": self.facts,
             "gates": self.gates,
             "runs": [run.as_json() for run in self.runs],
+            "profiles": self.profiles,
             "left_out": self.left_out,
             "extra": [check.as_json() for check in self.extra],
             "failure": self.failure,
@@ -143,8 +169,9 @@ def _line(arm: str, point: Point, runs: Sequence[Run]) -> dict[str, Any]:
         "concurrency": point.concurrency,
         "request_rate": point.rate,
         "output_tokens": point.output_tokens,
+        "waves": point.requests / point.concurrency if point.concurrency else None,
         "runs": len(runs),
-        **figures(runs),
+        **figures(runs, point.concurrency),
     }
     if len(runs) > 1:
         found["output_tok_s_of_runs"] = [figures([run])["output_tok_s"] for run in runs]
@@ -216,6 +243,7 @@ def load_results(path: Path) -> Results:
             facts=found["facts"],
             gates=found["gates"],
             runs=[Run.from_json(run) for run in found["runs"]],
+            profiles=found["profiles"],
             left_out=found["left_out"],
             extra=[Check(**check) for check in found["extra"]],
             failure=found["failure"],
@@ -296,6 +324,7 @@ def merge(given: Sequence[Results]) -> Results:
         facts=_union(results.facts for results in given),
         gates=_union(results.gates for results in given),
         runs=[run for results in given for run in results.runs],
+        profiles={k: v for results in given for k, v in results.profiles.items()},
         left_out=[text for results in given for text in results.left_out],
         extra=[check for results in given for check in results.extra],
         failure="; ".join(failures) or None,
@@ -305,15 +334,16 @@ def merge(given: Sequence[Results]) -> Results:
 def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One result of several that each have both arms: a long matrix spread over several leases.
 
-    Every ratio is still of one session. Points carry their session, and `sessions` says where each
-    was run. A session that ended early is taken with what it has, and its `failure` is kept.
+    Every ratio is still of one session. Points and ratios carry their session, points its commit,
+    date and gate, and `sessions` says where each was run. Commits may differ; `commit` lists them
+    then. A session that ended early is taken with what it has, and its `failure` is kept.
 
     Args:
         given: contents of result files.
 
     Raises:
-        MergeRefused: one is red, a point lacks an arm or is there twice, or they differ in commit,
-            versions, device, mode, flags, gate, or in prompt lengths, token ids or waves.
+        MergeRefused: one is red, a point lacks an arm or is there twice, or they differ in
+            versions, device, mode, flags, weights, gate, or in prompt lengths or token ids.
     """
     first, found = given[0], []
     for one in given:
@@ -321,14 +351,14 @@ def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             found.append(f"session {one['session']}: the gate is {one['gate']}")
         found += [
             f"{name}: {first[name]!r} and {one[name]!r}"
-            for name in ("commit", "versions", "device", "mode")
+            for name in ("versions", "device", "mode")
             if first[name] != one[name]
         ]
         if first["config"]["gate"] != one["config"]["gate"]:
             found.append(f"gates of {first['session']} and {one['session']} differ")
         found += [
             f"load.{name}: {first['config']['load'][name]!r} and {one['config']['load'][name]!r}"
-            for name in ("prompt_tokens", "token_ids", "waves")
+            for name in ("prompt_tokens", "token_ids")
             if first["config"]["load"][name] != one["config"]["load"][name]
         ]
         found += [
@@ -338,7 +368,7 @@ def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ]
         if any(
             first["config"][name] != one["config"][name]
-            for name in ("shape", "serve", "acceptance_length", "environment")
+            for name in ("shape", "serve", "acceptance_length", "dummy_weights", "environment")
         ):
             found.append(f"flags of {first['session']} and {one['session']} differ")
     places = [(p["arm"], *(p[name] for name in _PLACE)) for one in given for p in one["points"]]
@@ -346,21 +376,38 @@ def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if found:
         lines = "".join(f"\n  {n}. {text}" for n, text in enumerate(dict.fromkeys(found), 1))
         raise MergeRefused(f"these can't be collected:{lines}")
-    kept = ("session", "machine", "date", "command", "commit", "fit_8k", "checks")
+    kept = (
+        *("session", "machine", "date", "command", "commit", "gate", "failure"),
+        *("fit_8k", "arms", "bf16", "checks"),
+    )
     whole = {k: v for k, v in first.items() if k not in ("left_out", "failure", "checks", "notes")}
     for name in ("left_out", "notes"):
         if texts := [text for one in given for text in one.get(name, ())]:
             whole[name] = texts
+    profile = [line for one in given for line in one.get("profile", ())]
     failures = [f"{one['session']}: {one['failure']}" for one in given if one.get("failure")]
     if failures:
         whole["failure"] = "; ".join(failures)
     return whole | {
         "command": " && ".join(dict.fromkeys(one["command"] for one in given)),
-        "sessions": [{name: one[name] for name in kept} for one in given],
+        "commit": ", ".join(dict.fromkeys(one["commit"] for one in given)),
+        # One that was collected already has its own.
+        "sessions": [
+            entry
+            for one in given
+            for entry in one.get("sessions") or [{n: one[n] for n in kept if n in one}]
+        ],
         "checks": [check for one in given for check in one["checks"]],
         "points": [point for one in given for point in one["points"]],
         "ratios": first["ratios"]
-        | {"points": [line for one in given for line in one["ratios"]["points"]]},
+        | {
+            "points": [
+                {"session": one["session"], **line}
+                for one in given
+                for line in one["ratios"]["points"]
+            ]
+        },
+        **({"profile": profile} if profile else {}),
     }
 
 

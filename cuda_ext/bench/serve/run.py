@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from cuda_ext.bench.provenance import provenance
 from cuda_ext.bench.serve import plots, report
 from cuda_ext.bench.serve.arms import ArmFailed, ArmProcess, OutOfTime
@@ -48,6 +50,8 @@ from cuda_ext.bench.serve.server import ServerArm, server_problems
 from cuda_ext.bench.serve.shapes import write_shape
 
 GREEN, RED, USAGE, INTERRUPTED = 0, 1, 2, 130
+PROFILE_S = 10.0
+"""Of an arm at one concurrency, as a guess before any was seen."""
 
 
 @dataclass
@@ -122,18 +126,54 @@ class _Run:
         for index, step in enumerate(order):
             ready = self.awake or step.arm
             owed = self.budget.obligation(index, order, begun, ready)
-            allowed = step.pair in begun or self.budget.allows(owed, self.passed)
+            # One pair comes before all profiles, and they before the rest.
+            kept = sum(self._profile_s(arm) for arm in options.arms) if begun else 0.0
+            allowed = step.pair in begun or self.budget.allows(owed + kept, self.passed)
             if step.pair in left_out or not allowed:
                 left_out.add(step.pair)
-                self._leave_out(step)
-                continue
-            begun.add(step.pair)
-            self.switch_to(step.arm)
-            self.measure(step)
+                self._leave_out(f"{step.arm} at {step.point.label}, run {step.run}")
+            else:
+                begun.add(step.pair)
+                self.switch_to(step.arm)
+                self.measure(step)
+            later = order[index + 1 :]
+            last = not any(one.arm == step.arm for one in later)
+            if self.restart and last and self.awake == step.arm:
+                self.profile(step.arm, [one for one in later if one.pair in begun])
+        if not self.restart:
+            first = self.awake
+            for arm in sorted(options.arms, key=lambda arm: arm != first):
+                self.profile(arm)
         self.stop()
 
-    def _leave_out(self, step: Step) -> None:
-        text = f"{step.arm} at {step.point.label}, run {step.run}"
+    def _profile_s(self, arm: Arm) -> float:
+        """Seconds that an arm's profile may take; 0 where none is to come."""
+        wanted = self.config.profile.concurrency
+        return PROFILE_S * (len(wanted) + 1) if wanted and arm not in self.results.profiles else 0.0
+
+    def profile(self, arm: Arm, later: Sequence[Step] = ()) -> None:
+        """Profile an arm, once, where the config asks for it and the time allows it.
+
+        Args:
+            arm: which.
+            later: steps that still have to fit.
+        """
+        taken = self._profile_s(arm)
+        if not taken:
+            return
+        owed = self.budget.obligation(0, later, {one.pair for one in later}, arm) if later else 0.0
+        switch = 0.0 if self.awake == arm else self.budget.change(arm)
+        if not self.budget.allows(taken + owed + switch, self.passed):
+            self._leave_out(f"profile of {arm}")
+            return
+        self.switch_to(arm)
+        with self.reporter.step(f"profile {arm}") as tick:
+            self.results.profiles[arm] = self.alive[arm].profile(self.config.profile, tick)
+        for line in self.results.profiles[arm]:
+            self.reporter.say(report.profile_line(arm, line))
+        self.save()
+
+    def _leave_out(self, text: str) -> None:
         self.results.left_out.append(text)
         self.reporter.say(f"left out for want of time: {text}")
         self.save()
@@ -300,6 +340,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--waves", type=int, help="closed loop: requests for each in flight; 1 is one burst"
     )
+    parser.add_argument(
+        "--points",
+        help="closed loop, in this order and no other: 256x512x3,64x3072 (requests in flight x "
+        "output tokens x waves)",
+    )
+    parser.add_argument("--profile", type=_numbers, help="at these concurrencies: 16,64")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key of the YAML, of `serve` where it is no other: attention-config.backend=...",
+    )
     parser.add_argument("--repeats", type=int, default=1, help="of each point and arm")
     parser.add_argument("--budget-s", type=float, help="start nothing that would pass this")
     parser.add_argument("--session", help="what partial results must share to be merged")
@@ -324,10 +377,38 @@ def _configured(chosen: argparse.Namespace) -> BenchConfig:
     if chosen.waves is not None:
         changed["waves"] = chosen.waves
     whole = config.model_dump()
+    if chosen.points:
+        changed |= {"points": chosen.points.split(","), "concurrency": [], "request_rates": []}
+    elif chosen.concurrency or chosen.output_tokens:
+        changed["points"] = []
     whole["load"] |= changed
+    if chosen.profile:
+        whole["profile"]["concurrency"] = chosen.profile
+    for text in chosen.set:
+        _set(whole, text)
     if chosen.interleave:
         whole["interleave"] = chosen.interleave
     return checked_config(whole, chosen.config)
+
+
+def _set(whole: dict[str, Any], text: str) -> None:
+    """Change one key of a config, `a.b=value`, the value as in YAML.
+
+    Raises:
+        ConfigError: it has no value, or a key on its way holds none.
+    """
+    path, is_there, value = text.partition("=")
+    keys = path.split(".")
+    if keys[0] not in whole:
+        keys.insert(0, "serve")
+    if not is_there or not all(keys):
+        raise ConfigError(f"--set {text}: write KEY=VALUE")
+    place = whole
+    for key in keys[:-1]:
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {text}: {key} has no keys below it")
+    place[keys[-1]] = yaml.safe_load(value)
 
 
 def _command(arguments: Sequence[str]) -> list[str]:

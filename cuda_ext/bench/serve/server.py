@@ -28,7 +28,7 @@ import yaml
 from cuda_ext.bench.serve import load as loads
 from cuda_ext.bench.serve.arms import ArmFailed, OutOfTime, Tick
 from cuda_ext.bench.serve.child import STOP_S, log_tail
-from cuda_ext.bench.serve.config import Arm, BenchConfig
+from cuda_ext.bench.serve.config import Arm, BenchConfig, Profile
 from cuda_ext.bench.serve.load import Point, Request
 from cuda_ext.bench.serve.measure import EngineFigures, Record, Run
 from vllm_gaudi_ext import envs
@@ -320,13 +320,19 @@ class ServerArm:
         alone = [self._complete(prompt, 1, score=True) for prompt in prompts]
         return {
             "prompts": loads.digest([Request(p, output) for p in prompts]),
-            "prompt": [_scores(a, p) for a, p in zip(together, prompts, strict=True)],
-            "prompt_alone": [_scores(a, p) for a, p in zip(alone, prompts, strict=True)],
-            "decoded": [a["logprobs"]["token_logprobs"] for a in answers],
-            "rescored": [
-                _scores(a, c)[len(p) - 1 :]
-                for a, c, p in zip(rescored, continued, prompts, strict=True)
-            ],
+            "read": {
+                "together": [_scores(a, p) for a, p in zip(together, prompts, strict=True)],
+                "alone": [_scores(a, p) for a, p in zip(alone, prompts, strict=True)],
+            },
+            "decode": {
+                "together": {
+                    "said": [a["logprobs"]["token_logprobs"] for a in answers],
+                    "read": [
+                        _scores(a, c)[len(p) - 1 :]
+                        for a, c, p in zip(rescored, continued, prompts, strict=True)
+                    ],
+                }
+            },
         }
 
     def _complete(
@@ -345,6 +351,10 @@ class ServerArm:
         if answer.status_code != 200:
             raise ArmFailed(f"{self.arm}: /v1/completions said {answer.text[:500]}")
         return dict(answer.json()["choices"][0])
+
+    def profile(self, profile: Profile, tick: Tick) -> list[dict[str, Any]]:
+        """Nothing: another process can't be looked into."""
+        return []
 
     def sleep(self) -> None:
         """Leave the device to the other arm."""

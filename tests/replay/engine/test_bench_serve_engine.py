@@ -49,13 +49,18 @@ CONTENT: dict[str, Any] = {
     # Prompts in one chunk each, so stock's distance from itself is that of decoding alone, and that
     # of two implementations in bf16 is no smaller.
     "gate": {"prompts": 2, "prompt_tokens": [40, 90], "output_tokens": 24, "slack": 3},
+    "profile": {"concurrency": [2], "steps": 3},
 }
+
+KINDS = ("decode", "prefill")
 
 
 @pytest.fixture(scope="module")
 def result(models: Callable[[Any], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("bench")
-    content = CONTENT | {"serve": CONTENT["serve"] | {"model": str(models(tiny_models.CPU_DENSE))}}
+    # Of the checkpoint only its config is read.
+    serve = {"model": str(models(tiny_models.CPU_DENSE)), "load-format": "dummy"}
+    content = CONTENT | {"serve": CONTENT["serve"] | serve}
     file = folder / "bench.yaml"
     file.write_text(yaml.safe_dump(content))
     code = runs.main([str(file), "--out", str(folder / "out"), "--session", "s", "--commit", "c"])
@@ -71,6 +76,65 @@ def test_each_arm_was_served_by_its_own_layers(result: Any) -> None:
     assert replay["layer_classes"] == ["ReplayGatedDeltaNetAttention"]
     assert (replay["gdn_layers"], replay["replay_layers"]) == (3, 3)
     assert stock["prefix_caching"] is replay["prefix_caching"] is False
+
+
+def test_both_arms_have_the_same_dummy_weights(result: Any) -> None:
+    stock, replay = (result["arms"][arm]["dummy_weights"] for arm in ("stock", "replay"))
+    assert stock == replay
+    (model,) = stock["models"]
+    # More than a tensor a layer and a norm, so whole layers are among them.
+    assert model["tensors"] > 30
+    assert "dummy weights are the same" in {check["name"] for check in result["checks"]}
+
+
+def test_a_row_lost_in_the_engine_is_seen_by_the_gate(result: Any) -> None:
+    """With vLLM's own dummy weights it is not: the distance is 0 to the bit."""
+    (check,) = (c for c in result["checks"] if c["name"] == "planted fault is seen")
+    (decode,) = (c for c in result["checks"] if c["name"] == "log-probabilities, decode")
+    assert check["ok"]
+    # Far past the limit, not by chance.
+    assert check["value"] > 5 * decode["limit"]
+    folds = int(check["note"].split("lost, ")[1].split()[0])
+    # Two requests of 24 tokens through three layers of one group each; not one fold more, since
+    # the fault ends with the part of the gate that it is for.
+    assert folds == 2 * (24 - 2) * 3
+
+
+def test_stock_was_measured_against_itself_in_other_batches(result: Any) -> None:
+    bf16 = result["bf16"]
+    assert set(bf16["stock_to_itself"]) == {"alone", "in pairs", "cut early", "cut late"}
+    assert set(bf16["replay_to_stock"]) == {"together", *bf16["stock_to_itself"]}
+    # A prompt that is cut has other chunks from there on.
+    for name in ("cut early", "cut late"):
+        assert bf16["stock_to_itself"][name]["positions"] > 0
+        assert bf16["replay_to_stock"][name]["positions"] > 0
+
+
+def test_each_arm_was_profiled_when_its_points_were_done(result: Any) -> None:
+    found = {(line["arm"], line["kind"]): line for line in result["profile"]}
+    assert set(found) == {(arm, kind) for arm in ("stock", "replay") for kind in KINDS}
+    for line in found.values():
+        assert "error" not in line
+        assert line["wall_ms"] > 0
+        # A CPU has no device to be busy.
+        assert line["busy_ms"] == 0
+        assert line["preemptions"] == 0 if line["kind"] == "decode" else line["tokens"] == 255
+    # Of two requests, both decoding, without drafts.
+    decode = found["replay", "decode"]
+    assert (decode["running"], decode["tokens"], decode["steps"]) == (2, 2.0, 3)
+
+
+def test_what_serves_is_on_record(result: Any) -> None:
+    for arm in ("stock", "replay"):
+        facts = result["arms"][arm]
+        assert facts["attention_backends"] == ["CPU_ATTN"]
+        assert facts["kv_cache_layout"] == "LBHNC"
+        groups = facts["kv_cache_groups"]
+        assert [group["layers"] for group in groups] == [1, 1, 1, 1]
+        assert [group["kinds"] for group in groups][-1] == ["FullAttentionSpec"]
+        assert len({group["block_bytes"] for group in groups}) == 1
+        assert facts["pool_bytes"] == facts["num_gpu_blocks"] * groups[0]["block_bytes"]
+        assert facts["cudagraph_capture_sizes"] == []
 
 
 def test_the_gate_compared_log_probabilities(result: Any) -> None:
