@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import pytest
 import torch
 from forms import Kernels
-from steps import Request, Step, make_step, states
+from steps import Request, Step, make_step, same_bits, states
 
 pytest.importorskip("vllm", reason="the layer's seams are vLLM's")
 
@@ -19,8 +20,8 @@ from cuda_ext.layers import kernel_steps
 from cuda_ext.layers.kernel_steps import KernelSteps
 from cuda_ext.layers.steps import ReferenceSteps
 from cuda_ext.ops import chunk as chunks
-from cuda_ext.ops import replay
-from cuda_ext.ring import PageLayout, replay_layout
+from cuda_ext.ops import reference, replay
+from cuda_ext.ring import GdnHeads, PageLayout, replay_layout
 
 MAX_ROWS = 4
 BATCHES = {
@@ -78,9 +79,32 @@ def run(steps: Any, step: Step) -> Step:
     return step
 
 
+SHARDS = {
+    "4B and 35B": (16, 32),
+    "4B and 35B, TP 2": (8, 16),
+    "4B and 35B, TP 4": (4, 8),
+    "4B and 35B, TP 8": (2, 4),
+    "27B, TP 2": (8, 24),
+    "27B, TP 8": (2, 6),
+    "122B, TP 8": (2, 8),
+}
+"""Key and value heads of a rank."""
+
+
 @pytest.mark.parametrize("name", BATCHES)
 def test_step_equals_the_reference(kernels: Kernels, name: str) -> None:
-    step = make_step(kernels, BATCHES[name], MAX_ROWS)
+    step_equals_the_reference(kernels, make_step(kernels, BATCHES[name], MAX_ROWS))
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_step_of_a_shard_equals_the_reference(kernels: Kernels, shard: str) -> None:
+    size = 128 if kernels.real else 16
+    heads = GdnHeads(*SHARDS[shard], size, size, 4)
+    requests = [Request(3, 4, 12), Request(0, 5, 0)]
+    step_equals_the_reference(kernels, make_step(kernels, requests, MAX_ROWS, heads=heads))
+
+
+def step_equals_the_reference(kernels: Kernels, step: Step) -> None:
     expected = run(ReferenceSteps(step.heads), step.again())
     found = run(steps_of(step), step.again())
     tolerance = 2e-2 if kernels.real else 1e-4
@@ -98,6 +122,40 @@ def test_step_equals_the_reference(kernels: Kernels, name: str) -> None:
             equal_nan=True,
             msg=lambda text, state=state: f"{state}: {text}",
         )
+
+
+def packed(step: Step) -> tuple[Step, torch.Tensor]:
+    """The step on pages in blocks of all layers, its own in the third of five places of a block.
+
+    All else in the buffer is NaN in every dtype of a page.
+    """
+    layout = layout_of(step)
+    slots, own = step.pages.ssm.shape[0], layout.nbytes
+    buffer = torch.full((slots, 5 * own), 0xFF, dtype=torch.uint8, device=step.qkv.device)
+    views = {}
+    for state in layout.states:
+        at = 2 * own + state.offset
+        view = buffer[:, at : at + state.nbytes].view(getattr(torch, state.dtype))
+        views[state.name] = view.unflatten(1, state.shape)
+        assert views[state.name].data_ptr() % 16 == 0
+        views[state.name].copy_(getattr(step.pages, state.name))
+    return dataclasses.replace(step, pages=reference.Pages(**views)), buffer
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_pages_in_blocks_of_all_layers(kernels: Kernels, name: str) -> None:
+    """As vLLM packs them (cuda_ext/packing.py): the same bits, and nothing outside of the page."""
+    step = make_step(kernels, BATCHES[name], MAX_ROWS)
+    alone = run(steps_of(step), step.again())
+    found, buffer = packed(step.again())
+    assert not found.pages.ssm.is_contiguous()
+    run(steps_of(found), found)
+    assert same_bits(found.out, alone.out)
+    for state, tensor in states(found.pages).items():
+        assert same_bits(tensor, getattr(alone.pages, state)), state
+    own = layout_of(step).nbytes
+    assert (buffer[:, : 2 * own] == 0xFF).all()
+    assert (buffer[:, 3 * own :] == 0xFF).all()
 
 
 @pytest.mark.parametrize("requests", [1, 3, 64])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file  # type: ignore[import-not-found]
+from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # type: ignore[import-not-found]
 from transformers.models.qwen3_5 import modeling_qwen3_5  # type: ignore[import-not-found]
@@ -269,11 +269,20 @@ class CopyModel(nn.Module):
             logits.append(head(hidden))
         return logits
 
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote; in bf16, so training that goes on from it is not the same one."""
+        found = load_file(folder / "model.safetensors")
+        self.mtp.load_state_dict(
+            {n.removeprefix("mtp."): x for n, x in found.items() if n.startswith("mtp.")}
+        )
+        self.target.load_state_dict({n: x for n, x in found.items() if not n.startswith("mtp.")})
+
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors as published checkpoints have them."""
         weights = {f"mtp.{name}": x for name, x in self.mtp.state_dict().items()}
         weights |= self.target.state_dict()
         folder.mkdir(parents=True, exist_ok=True)
+        part = folder / "model.safetensors.part"
         save_file(
             {
                 name: x.detach()
@@ -281,7 +290,9 @@ class CopyModel(nn.Module):
                 .contiguous()
                 for name, x in weights.items()
             },
-            folder / "model.safetensors",
+            part,
             metadata={"format": "pt"},
         )
+        # Whoever reads while training goes on gets a whole one.
+        part.rename(folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")

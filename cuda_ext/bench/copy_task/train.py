@@ -32,6 +32,9 @@ DRAFTS = 4
 DRAFT_WEIGHT = 0.2
 GRADIENTS_MAY_DIFFER = 0.05
 """Relative RMS error. fla's tests allow 0.02 in bf16; a wrongly compiled tile is off by 0.5."""
+GOOD_ENOUGH = 0.99
+"""Share of right words, next token by next token. Left alone, a wrong tag makes the rest of its
+class wrong, half of 16 words: 8 % of all, and score.py can use 5 % (`STOCK_MAY_ERR`)."""
 COOLING = 0.3
 """Share of the time in which the learning rate falls, at the end."""
 
@@ -206,7 +209,9 @@ class Training:
         return {n: round(x, 5) for n, x in zip(names, shares.tolist(), strict=True)}
 
 
-def train(training: Training, minutes: float, enough: float, folder: Path) -> list[dict[str, Any]]:
+def train(
+    training: Training, minutes: float, enough: float, folder: Path, first: int = 8
+) -> list[dict[str, Any]]:
     """Learn until `minutes` are over, or `COOLING` of them after `enough` of the words are right.
 
     The checkpoint is written again and again, so that a run that is cut short leaves one.
@@ -216,6 +221,7 @@ def train(training: Training, minutes: float, enough: float, folder: Path) -> li
         minutes: at most.
         enough: share of the words, at full length.
         folder: of the checkpoint.
+        first: words of the first texts.
 
     Returns:
         The printed lines.
@@ -223,7 +229,7 @@ def train(training: Training, minutes: float, enough: float, folder: Path) -> li
     begin = printed = time.monotonic()
     seconds = 60 * minutes
     end, cools = seconds, (1 - COOLING) * seconds
-    words = min(8, training.words)
+    words = min(first, training.words)
     lines: list[dict[str, Any]] = []
     recent: list[Tensor] = []
     while (now := time.monotonic() - begin) < end:
@@ -254,7 +260,7 @@ def train(training: Training, minutes: float, enough: float, folder: Path) -> li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 where the trained model gets 9 words of 10 right."""
+    """Exit code 0 where `GOOD_ENOUGH` of the words are right."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path, help="folder of the checkpoint")
     parser.add_argument("--minutes", type=float, default=3.0)
@@ -265,6 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--enough", type=float, default=0.999, help="share of words that are right")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=Path, help="folder of a checkpoint to go on from")
+    parser.add_argument("--first-words", type=int, default=8, help="a text, in the beginning")
     parser.add_argument("--rule", choices=("auto", "torch"), default="auto", help="of GDN")
     options = parser.parse_args(argv)
     training = Training(
@@ -276,7 +284,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=options.seed,
         rule=options.rule,
     )
-    lines = train(training, options.minutes, options.enough, options.out)
+    if options.start is not None:
+        training.model.load(options.start)
+    lines = train(training, options.minutes, options.enough, options.out, first=options.first_words)
     training.model.save(options.out)
     rows = max(1, 2 * options.tokens // (2 + 2 * options.words * task.WORD_TOKENS))
     tests = {
@@ -293,7 +303,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     (options.out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(tests, indent=1), flush=True)
-    return 0 if tests["whole"]["words"] > 0.9 else 1
+    right = tests["whole"]["words"]
+    if right >= GOOD_ENOUGH:
+        print(f"trained: {right:.2%} of the words of {options.words} are right", flush=True)
+        return 0
+    reached = lines[-1]["words"] if lines else 0
+    print(
+        f"not trained: {right:.2%} of the words of {options.words} are right, {GOOD_ENOUGH:.0%} "
+        f"are needed; texts had got to {reached} words in {training.step} steps. "
+        "Give more --minutes, or score texts as short as these (--output)",
+        flush=True,
+    )
+    return 1
 
 
 if __name__ == "__main__":

@@ -11,8 +11,11 @@ from typing import Any
 import oracle_drafter
 import pytest
 import replay_engine
+import suffix_cache
+import tiny_models
 import torch
-from test_replay_drafters import MODEL, dflash, mtp
+from test_replay_drafters import MODEL, dflash, mtp, ngram, suffix
+from test_replay_models import SHARDS
 
 pytestmark = [
     pytest.mark.cuda,
@@ -38,6 +41,7 @@ class Case:
         runner: module of the model runner that must serve.
         synchronous: whether scheduling waits for each step.
         storm: whether every running request is preempted again and again.
+        model: the target.
     """
 
     method: Callable[..., dict[str, Any]] | None
@@ -46,6 +50,7 @@ class Case:
     runner: str = V2
     synchronous: bool = False
     storm: bool = False
+    model: tiny_models.TinyModel = MODEL
 
 
 CASES = {
@@ -58,6 +63,11 @@ CASES = {
     "mtp-both": Case(mtp, 3, BOTH),
     "oracle-full": Case(None, 15, FULL, runner=V1),
     "oracle-both": Case(None, 7, BOTH, runner=V1),
+    "ngram-both": Case(ngram, 7, BOTH, runner=V1),
+    "suffix-both": Case(suffix, 7, BOTH, runner=V1),
+    "moe-both": Case(dflash, 7, BOTH, model=tiny_models.CPU_MOE),
+    "next-full": Case(dflash, 7, FULL, model=tiny_models.CPU_NEXT),
+    **{f"{model.name}-full": Case(dflash, 15, FULL, model=model) for model in SHARDS},
 }
 
 
@@ -86,10 +96,16 @@ def replays() -> Iterator[Replays]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_change_no_token(
-    engines: Any, texts: Callable[..., Any], models: Callable[[Any], Path], name: str
+    engines: Any,
+    texts: Callable[..., Any],
+    models: Callable[[Any], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     case = CASES[name]
-    known = texts(MODEL, lengths=LENGTHS, answer=32)
+    if case.method is suffix:
+        suffix_cache.stand_in(monkeypatch)
+    known = texts(case.model, lengths=LENGTHS, answer=32)
     options: dict[str, Any] = {
         "enforce_eager": False,
         # Room for part of a prompt beside the rows of all who decode.
@@ -105,7 +121,7 @@ def test_graphs_change_no_token(
         options["additional_config"] = oracle_drafter.additional_config(known.file, **uniform)
     else:
         options["speculative_config"] = case.method(models, case.drafts)
-    engine = engines(MODEL, **options)
+    engine = engines(case.model, **options)
     assert type(engine.runner).__module__ == case.runner
     asynchronous = engine.config.scheduler_config.async_scheduling
     assert asynchronous == (case.runner == V2 and not case.synchronous)

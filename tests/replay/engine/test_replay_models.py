@@ -1,7 +1,11 @@
-"""The other families: MoE, Qwen3-Next with its interleaved projections, and the vision wrapper."""
+"""Other models: MoE, Qwen3-Next with its interleaved projections, the vision wrapper, shards.
+
+What a rank of a tensor-parallel group computes is a model of fewer heads.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +15,25 @@ import tiny_models
 
 DRAFTS = 7
 LENGTHS = [8, 52, 63, 65, 90, 150]
-MODELS = [tiny_models.CPU_MOE, tiny_models.CPU_NEXT, tiny_models.CPU_DENSE_VISION]
+FAMILIES = [tiny_models.CPU_MOE, tiny_models.CPU_NEXT, tiny_models.CPU_DENSE_VISION]
+SHARDS = [
+    dataclasses.replace(
+        tiny_models.CPU_DENSE,
+        name=f"tiny-shard-{key_heads}-{value_heads}",
+        text=dict(tiny_models.CPU_DENSE.text)
+        | {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads},
+    )
+    for key_heads, value_heads in ((8, 16), (4, 8))
+]
+"""Key and value heads of 4B and 35B-A3B with TP 2 and TP 4; with TP 8 they are 2 and 4, as all
+other models here have. Further shards: tests/kernels/test_kernel_steps.py."""
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "model",
+    [*FAMILIES, SHARDS[0], pytest.param(SHARDS[1], marks=pytest.mark.slow)],
+    ids=lambda model: model.name,
+)
 def test_tokens_with_drafts_equal_those_without(
     oracle_engine: Callable[..., Any], texts: Callable[..., Any], model: Any
 ) -> None:

@@ -1,0 +1,234 @@
+"""The gate of a soak: what was served, which answers are wrong, and whether memory grows.
+
+* Every request that was not aborted has its whole answer; of those that were, what came is checked.
+* `exact` (fp32): every token is that of the engine without drafts. Where its two likeliest tokens
+  are nearly alike, either would be right, and the known answer ends before that token.
+* `words` (bf16, copy task): roundings change a word now and then, so word errors are counted
+  against the truth. The share may be what the engine without drafts has, in the worse of two batch
+  compositions, plus the share of words in which the two differ, plus what so few words may not
+  have shown (`UNSEEN`); and no answer may be ruined, `RUINED` of its words wrong beyond the more
+  that either of those has wrong in it.
+* No log-probability is NaN or infinite, requests were preempted and aborted, drafts were accepted.
+* All blocks are free at the end, and no figure of memory grows (`GROWTH`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from cuda_ext.bench.copy_task import task
+
+MIB = 2**20
+GROWTH = {"allocated": 4, "reserved": 256, "resident": 256}
+"""MiB from the second quarter of the samples to the last one, medians. `allocated` holds what the
+engine keeps between two steps, which is fixed; the other two grow by whole pieces that the
+allocators keep for prompts of another length, fewer and fewer. A state of one request that is lost
+with each abort would be more within a minute."""
+LEAST_SAMPLES = 8
+RUINED = 0.25
+UNSEEN = 24
+"""Words of the fixed set. Where an event was not seen once, up to three are likely enough (rule of
+three, 95 %), and one wrong tag spoils half of a class's 16 words or fewer."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The engine between two steps.
+
+    Args:
+        seconds: since the load began.
+        resident: memory of the process, bytes.
+        allocated, reserved: by torch on the GPU, bytes; 0 without one.
+        free_blocks: of the pool.
+        running, waiting: requests.
+        finished: requests so far.
+    """
+
+    seconds: float
+    resident: int
+    allocated: int
+    reserved: int
+    free_blocks: int
+    running: int
+    waiting: int
+    finished: int
+
+
+@dataclass
+class Tally:
+    """Answers that were looked at.
+
+    Args:
+        checked: answers, `aborted` of them cut short.
+        tokens: compared.
+        wrong: answers that differ (`exact`) or are ruined (`words`).
+        first_wrong: of the first of them, what to look at.
+        words, word_errors: of `words`.
+    """
+
+    checked: int = 0
+    aborted: int = 0
+    tokens: int = 0
+    wrong: int = 0
+    short: int = 0
+    first_wrong: str | None = None
+    words: int = 0
+    word_errors: int = 0
+    not_finite: int = 0
+    logprobs: int = 0
+
+    def look(
+        self, name: str, found: Sequence[int], wanted: Sequence[int], *, asked: int | None
+    ) -> None:
+        """Compare one answer, token by token.
+
+        Args:
+            name: of the request.
+            found: its tokens.
+            wanted: what is known of the right answer, at least as long.
+            asked: tokens it should have; None for an aborted one.
+        """
+        self._count(found, asked)
+        if list(found) == list(wanted[: len(found)]):
+            return
+        at = next(i for i, pair in enumerate(zip(found, wanted, strict=False)) if len({*pair}) > 1)
+        self._wrong(f"{name}: token {at} of {len(found)} is {found[at]}, not {wanted[at]}")
+
+    def look_at_words(
+        self,
+        name: str,
+        found: Sequence[int],
+        truth: Sequence[int],
+        *,
+        asked: int | None,
+        usual: int,
+    ) -> None:
+        """Count the word errors of one answer, its last word left out if it was cut.
+
+        Args:
+            name, found, asked: see `look`.
+            truth: the right answer.
+            usual: word errors that an engine without drafts has in the whole answer.
+        """
+        self._count(found, asked)
+        whole = len(found) // task.WORD_TOKENS * task.WORD_TOKENS
+        words = whole // task.WORD_TOKENS
+        errors = task.word_errors(found[:whole], truth[:whole])
+        self.words, self.word_errors = self.words + words, self.word_errors + errors
+        if errors - usual > max(2, RUINED * words):
+            self._wrong(f"{name}: {errors} of {words} words are wrong")
+
+    def look_at_logprobs(self, values: Sequence[float]) -> None:
+        """Count those that are NaN or infinite."""
+        self.logprobs += len(values)
+        self.not_finite += sum(not abs(value) < float("inf") for value in values)
+
+    def _count(self, found: Sequence[int], asked: int | None) -> None:
+        self.checked += 1
+        self.aborted += asked is None
+        self.short += asked is not None and len(found) != asked
+        self.tokens += len(found)
+
+    def _wrong(self, what: str) -> None:
+        self.wrong += 1
+        self.first_wrong = self.first_wrong or what
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What engines without drafts say, in two batch compositions (`words`).
+
+    Args:
+        word_error_rate: the worse of the two.
+        differs: share of the words in which the two differ.
+        words: of all answers.
+        by_prompt: the more word errors of the two.
+    """
+
+    word_error_rate: float
+    differs: float
+    words: int
+    by_prompt: Sequence[int]
+
+    @property
+    def allowed(self) -> float:
+        """Share of words that may be wrong with drafts."""
+        return self.word_error_rate + self.differs + UNSEEN / self.words
+
+
+def usual(rounds: Sequence[Sequence[Sequence[int]]], truths: Sequence[Sequence[int]]) -> Usual:
+    """See `Usual`; `rounds` are two sets of answers to the same prompts."""
+    errors = [
+        [task.word_errors(answer, truth) for answer, truth in zip(answers, truths, strict=True)]
+        for answers in rounds
+    ]
+    words = sum(len(truth) // task.WORD_TOKENS for truth in truths)
+    differ = sum(task.word_errors(a, b) for a, b in zip(*rounds, strict=True))
+    return Usual(
+        max(sum(line) for line in errors) / words,
+        differ / words,
+        words,
+        [max(pair) for pair in zip(*errors, strict=True)],
+    )
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, float]:
+    """MiB by which each figure of `GROWTH` grew; nothing where there are too few samples."""
+    if len(samples) < LEAST_SAMPLES:
+        return {}
+    quarter = len(samples) // 4
+    parts = samples[quarter : 2 * quarter], samples[-quarter:]
+    return {
+        name: (
+            median(getattr(s, name) for s in parts[1]) - median(getattr(s, name) for s in parts[0])
+        )
+        / MIB
+        for name in GROWTH
+    }
+
+
+def problems(result: Mapping[str, Any], tally: Tally, allowed_words: float | None) -> list[str]:
+    """What is wrong, nothing where the gate is green.
+
+    Args:
+        result: of the serving process: `layers`, `steps`, `added`, `finished`, `aborted`,
+            `preempted`, `accepted`, `drafting`, `free_blocks_before`, `free_blocks_after`,
+            `growth_mib`.
+        tally: of its answers.
+        allowed_words: share of words that may be wrong; None for exact answers.
+    """
+    found = []
+    if "Replay" not in result["layers"]:
+        found.append(f"served by {result['layers']}")
+    if tally.checked != result["added"]:
+        found.append(f"{result['added']} requests were sent, {tally.checked} answers came back")
+    if not tally.checked - tally.aborted:
+        found.append("no request was finished")
+    if tally.short:
+        found.append(f"{tally.short} answers have another length than was asked for")
+    if tally.wrong:
+        found.append(f"{tally.wrong} of {tally.checked} answers are wrong: {tally.first_wrong}")
+    if allowed_words is not None and tally.word_errors > allowed_words * tally.words:
+        found.append(
+            f"{tally.word_errors} of {tally.words} words are wrong, "
+            f"{allowed_words * tally.words:.0f} allowed"
+        )
+    if tally.not_finite or not tally.logprobs:
+        found.append(f"{tally.not_finite} of {tally.logprobs} log-probabilities are not finite")
+    for event in ("preempted", "aborted"):
+        if not result[event]:
+            found.append(f"no request was {event}")
+    if result["drafting"] and not result["accepted"]:
+        found.append("no draft was accepted")
+    before, after = result["free_blocks_before"], result["free_blocks_after"]
+    if before != after:
+        found.append(f"{before} blocks were free before the load, {after} are after it")
+    if not result["growth_mib"]:
+        found.append(f"fewer than {LEAST_SAMPLES} samples: growth of memory was not judged")
+    for name, grown in result["growth_mib"].items():
+        if grown > GROWTH[name]:
+            found.append(f"{name} memory grew by {grown:.1f} MiB, {GROWTH[name]} allowed")
+    return found
