@@ -10,6 +10,7 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from cuda_ext.capture_sizes import uncaptured
 from vllm_gaudi_ext.planner.config import DrafterOverrides
 from vllm_gaudi_ext.planner.errors import PlanError
 from vllm_gaudi_ext.planner.facts import find_platform, load_facts
@@ -185,6 +186,24 @@ def test_the_budget_is_whole_blocks_beside_all_decodes(name: str) -> None:
     assert blocks >= 1
     assert rest < budget.multiple_of
     assert asked % (128 if deployment.gaudi else 1) == 0
+
+
+VLLMS_LARGEST_GRAPH = {"h200": 512, "b200": 1024}
+"""Tokens of vLLM's largest graph where a configuration names none (config/vllm.py, 0.31.0)."""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if replays(name)])
+def test_graphs_cover_all_decodes_where_replay_serves(name: str) -> None:
+    deployment = plan_of(name).deployment
+    assert deployment.max_num_seqs is not None
+    assert deployment.max_num_batched_tokens is not None
+    config = serve_of(name).get("compilation-config", {})
+    captured = config.get(
+        "cudagraph_capture_sizes", [VLLMS_LARGEST_GRAPH[recipe_of(name).platform]]
+    )
+    rows = 1 + deployment.drafts
+    missing = uncaptured(captured, rows, deployment.max_num_seqs, deployment.max_num_batched_tokens)
+    assert missing is None
 
 
 FIT = re.compile(

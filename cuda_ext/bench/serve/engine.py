@@ -175,8 +175,9 @@ class ArmEngine:
         import torch
         import vllm
 
-        cache = self._core.scheduler.kv_cache_config
         worker = self._core.model_executor.driver_worker.worker
+        # The scheduler's has one layer's spec for each group, also where a group's pages differ.
+        cache = worker.model_runner.kv_cache_config
         context = worker.model_runner.vllm_config.compilation_config.static_forward_context
         layers = self._gdn_layers()
         config = self.config
