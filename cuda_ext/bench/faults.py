@@ -16,7 +16,7 @@ def lost_rows(every: int = 1) -> Iterator[Callable[[], int]]:
     is changed there, so a replayed graph loses the row too.
 
     Args:
-        every: 1 for each fold.
+        every: 1 for each fold but a request's first, which has no state yet.
 
     Yields:
         A function that gives the folds spoiled so far; it waits for the device.

@@ -173,7 +173,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
                 for arm, facts in bench_data.FACTS.items()
             }
         },
-        "dummy weights are the same",
+        "dummy weights by one rule",
     ),
     "a check made elsewhere": ({"extra": [Check("tokens in fp32", False)]}, "tokens in fp32"),
 }

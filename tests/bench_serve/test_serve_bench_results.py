@@ -216,6 +216,26 @@ def test_a_collection_is_of_one_gate_and_load(changes: dict[str, Any], told: str
     assert len(str(caught.value).splitlines()) == 2
 
 
+def test_a_collection_is_of_one_pool_and_holds_where_all_sessions_do() -> None:
+    first, other = bench_data.results().summary(), other_points("t")
+    first["bf16"], other["bf16"] = {"holds": True, "x": 1}, {"holds": False, "x": 2}
+    whole = collect([first, other])
+    assert whole["bf16"] == {"holds": False, "x": 1}
+    assert [one["bf16"]["holds"] for one in whole["sessions"]] == [True, False]
+    other["fit_8k"] = other["fit_8k"] | {"replay": other["fit_8k"]["replay"] * 1.03}
+    with pytest.raises(MergeRefused, match=r"fit_8k of replay: 201\.5 and 207"):
+        collect([first, other])
+
+
+def test_a_result_from_before_the_weights_were_scaled_is_refused_by_name() -> None:
+    """In either order."""
+    first, other = bench_data.results().summary(), other_points("t")
+    del other["config"]["dummy_weights"]
+    for given in ([first, other], [other, first]):
+        with pytest.raises(MergeRefused, match=r"flags of . and . differ"):
+            collect(given)
+
+
 def test_a_point_of_one_arm_is_not_collected() -> None:
     whole = bench_data.results(
         runs=[*bench_data.results().runs, bench_data.run("stock", "16 in flight, 32 out")]

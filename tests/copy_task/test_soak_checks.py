@@ -70,6 +70,13 @@ def test_an_exact_answer_may_end_early_only_if_it_was_aborted() -> None:
     assert tally.first_wrong == "e: token 1 of 3 is 9, not 2"
 
 
+def test_more_tokens_than_are_known_are_wrong_and_no_error() -> None:
+    tally = checks.Tally()
+    tally.look("a", [1, 2, 3], [1, 2], asked=3)
+    assert tally.wrong == 1
+    assert tally.first_wrong == "a: 3 tokens, and only 2 are known"
+
+
 def test_words_are_counted_and_a_ruined_answer_is_wrong() -> None:
     tally = checks.Tally()
     truth = TRUTHS[0]

@@ -207,7 +207,7 @@ def _same_weights(facts: Mapping[str, Mapping[str, Any]]) -> list[Check]:
     if set(told) != set(ARMS) or not any(told.values()):
         return []
     stock, replay = (_weights_told(told[arm]) for arm in ARMS)
-    return [Check("dummy weights are the same", stock == replay, replay, stock)]
+    return [Check("dummy weights by one rule", stock == replay, replay, stock)]
 
 
 def _weights_told(found: Mapping[str, Any] | None) -> str:

@@ -7,6 +7,7 @@ one arm each become one where machine, versions, flags and session are the same.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ RATIOS = {
 }
 _MUST_AGREE = ("machine", "versions", "session", "mode")
 _PLACE = ("concurrency", "request_rate", "output_tokens")
+FIT_MAY_DIFFER = 0.02
+"""Between starts with the same flags; free memory is measured, and not the same each time."""
 
 
 class MergeRefused(ValueError):
@@ -343,7 +346,8 @@ def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises:
         MergeRefused: one is red, a point lacks an arm or is there twice, or they differ in
-            versions, device, mode, flags, weights, gate, or in prompt lengths or token ids.
+            versions, device, mode, flags, weights, gate, in prompt lengths or token ids, or by
+            more than `FIT_MAY_DIFFER` in how many requests fit.
     """
     first, found = given[0], []
     for one in given:
@@ -367,10 +371,16 @@ def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if set(sides) != set(ARMS)
         ]
         if any(
-            first["config"][name] != one["config"][name]
+            first["config"].get(name) != one["config"].get(name)
             for name in ("shape", "serve", "acceptance_length", "dummy_weights", "environment")
         ):
             found.append(f"flags of {first['session']} and {one['session']} differ")
+        found += [
+            f"fit_8k of {arm}: {fits[0]} and {fits[1]}"
+            for arm in ARMS
+            for fits in [[side["fit_8k"].get(arm) or 0.0 for side in (first, one)]]
+            if not math.isclose(*fits, rel_tol=FIT_MAY_DIFFER)
+        ]
     places = [(p["arm"], *(p[name] for name in _PLACE)) for one in given for p in one["points"]]
     found += [f"measured twice: {place}" for place in {p for p in places if places.count(p) > 1}]
     if found:
@@ -398,6 +408,7 @@ def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for entry in one.get("sessions") or [{n: one[n] for n in kept if n in one}]
         ],
         "checks": [check for one in given for check in one["checks"]],
+        **_bf16(given),
         "points": [point for one in given for point in one["points"]],
         "ratios": first["ratios"]
         | {
@@ -409,6 +420,12 @@ def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         },
         **({"profile": profile} if profile else {}),
     }
+
+
+def _bf16(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first session's distances; `holds` where every session's do (`sessions` has them)."""
+    told = [one["bf16"] for one in given if one.get("bf16")]
+    return {"bf16": {**told[0], "holds": all(one["holds"] for one in told)}} if told else {}
 
 
 def _union(given: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
