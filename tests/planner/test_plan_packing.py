@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from packaging.version import Version
 from plan_helpers import DRAFTER_4B, DRAFTER_35B, plan_of
 from typer.testing import CliRunner
 
+from cuda_ext.packing import attention_layers
 from vllm_gaudi_ext.cli.app import app
+from vllm_gaudi_ext.planner.arithmetic import KV_DTYPES, kv_token_bytes
 from vllm_gaudi_ext.planner.config import DrafterOverrides
 from vllm_gaudi_ext.planner.facts import load_platforms
-from vllm_gaudi_ext.planner.plan import PACKING_VLLMS, Plan, Side
+from vllm_gaudi_ext.planner.plan import PACKING_VLLMS, WHOLE_BLOCK_BACKENDS, Plan, Side
 from vllm_gaudi_ext.planner.request import Options, make_deployment
 from vllm_gaudi_ext.planner.serve_args import recipe_vllm
 from vllm_gaudi_ext.versions import VLLM_FOR_REPLAY
@@ -95,14 +99,46 @@ def test_a_card_that_is_not_known_does_not_pack() -> None:
         ({"vllm": "newest"}, False),
         # Its pages are not plain K and V.
         ({"kv_dtype": "fp8"}, False),
+        ({"attention_backends": ()}, True),
+        ({"attention_backends": ("FLASH_ATTN",)}, True),
+        ({"attention_backends": ("FLASH_ATTN", "TRITON_ATTN")}, True),
+        ({"attention_backends": ("FLASHINFER",)}, False),
+        ({"attention_backends": ("FLEX_ATTENTION",)}, False),
+        ({"attention_backends": ("FLASH_ATTN", "FLASHINFER")}, False),
         # A block of a window's takes a whole one of the pool's.
         ({"overrides": DrafterOverrides(sliding_layers=4, window=2048)}, False),
+        # Blocks that are counted are vLLM's own.
+        ({"pool_blocks": 8000, "pool_bytes": None}, False),
         # Nothing to gain.
         ({"drafter": None}, False),
     ],
 )
 def test_what_decides(options: dict[str, Any], packed: bool) -> None:
     assert replay_of(**options).packed is packed
+
+
+# The torch dtype in which vLLM keeps what is not kept as it is (STR_DTYPE_TO_TORCH_DTYPE,
+# vllm/utils/torch_utils.py of 0.31.0).
+STORED = {"fp8_inc": "float8_e4m3fn", "int8_per_token_head": "int8"}
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_kv_dtype_packs_where_the_server_takes_its_pages_for_plain(kv_dtype: str) -> None:
+    plain = kv_dtype in ("float32", "bfloat16", "float16")
+    stored = kv_dtype if plain else STORED.get(kv_dtype, "uint8")
+    shapes = [
+        SimpleNamespace(
+            num_kv_heads=heads,
+            head_size=size,
+            dtype=f"torch.{stored}",
+            block_size=16,
+            page_size_bytes=16 * kv_token_bytes(heads, size, kv_dtype),
+        )
+        for heads, size in ((4, 256), (8, 128))
+    ]
+    side = replay_of(kv_dtype=kv_dtype)
+    assert side.packed == (attention_layers(shapes) is not None)
+    assert side.packed == plain
 
 
 def test_the_longest_request_decides_and_not_the_one_that_is_asked_about() -> None:
@@ -123,6 +159,9 @@ def test_every_vllm_that_replay_is_served_with_packs_but_the_oldest() -> None:
     assert "0.26.0" in left[0]
 
 
+DRAFTING = {"method": "dflash", "model": DRAFTER_4B, "num_speculative_tokens": 15}
+
+
 def serve(
     folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str | None = None, **arguments: Any
 ) -> bool:
@@ -131,16 +170,13 @@ def serve(
     path.write_text("model: Qwen/Qwen3.5-4B\n", encoding="utf-8")
     if recipe is not None:
         (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    parsed = argparse.Namespace(
-        model="Qwen/Qwen3.5-4B",
-        enable_prefix_caching=False,
-        speculative_config={
-            "method": "dflash",
-            "model": DRAFTER_4B,
-            "num_speculative_tokens": 15,
-        },
+    given = {
+        "model": "Qwen/Qwen3.5-4B",
+        "enable_prefix_caching": False,
+        "speculative_config": DRAFTING,
         **arguments,
-    )
+    }
+    parsed = argparse.Namespace(**given)
     monkeypatch.setattr("vllm_gaudi_ext.planner.serve_args.parse_serve_yaml", lambda given: parsed)
     monkeypatch.setattr("vllm_gaudi_ext.planner.request._with_reading", lambda options: options)
     deployment = make_deployment(Options(serve=path, platform="h200"))
@@ -164,6 +200,97 @@ def test_the_option_is_read_from_the_serve_yaml(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, packs: bool
 ) -> None:
     assert serve(tmp_path, monkeypatch, additional_config=options) is packs
+
+
+class Backend:
+    """A member of vLLM's AttentionBackendEnum, which holds its class's path as its value."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.value = name, f"vllm.{name}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "packs"),
+    [
+        ({"attention_backend": None, "attention_config": None}, True),
+        ({"attention_backend": "auto"}, True),
+        ({"attention_backend": "FLASH_ATTN"}, True),
+        ({"attention_backend": "triton_attn"}, True),
+        ({"attention_backend": "FLASHINFER"}, False),
+        ({"attention_backend": Backend("FLASHINFER")}, False),
+        ({"attention_backend": Backend("TRITON_ATTN")}, True),
+        ({"attention_config": {"backend": "FLASHINFER"}}, False),
+        ({"attention_config": {"backend": "FLASH_ATTN"}}, True),
+        ({"attention_config": {"flash_attn_version": 3}}, True),
+        ({"attention_config": SimpleNamespace(backend=Backend("FLEX_ATTENTION"))}, False),
+        # As written, where vLLM's parser is absent.
+        ({"attention_config": json.dumps({"backend": "FLASHINFER"})}, False),
+        ({"attention_config": "FLASHINFER"}, True),
+        ({"attention_config": {"backend_per_kind": {"full_attention": "FLASHINFER"}}}, False),
+        (
+            {
+                "attention_config": {
+                    "backend": "FLASHINFER",
+                    "backend_per_kind": {"full_attention": "FLASH_ATTN"},
+                }
+            },
+            True,
+        ),
+        ({"attention_config": {"backend_per_kind": {"sliding_window": "FLASHINFER"}}}, True),
+    ],
+    ids=str,
+)
+def test_the_attention_backend_is_read_from_the_serve_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], packs: bool
+) -> None:
+    assert serve(tmp_path, monkeypatch, **arguments) is packs
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "packs"),
+    [
+        (None, "FLASHINFER", False),
+        ("FLASH_ATTN", "FLASHINFER", False),
+        ("FLASHINFER", "FLASH_ATTN", False),
+        ("FLASH_ATTN", "TRITON_ATTN", True),
+    ],
+)
+def test_the_drafters_attention_must_take_whole_blocks_too(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str | None,
+    drafter: str,
+    packs: bool,
+) -> None:
+    drafting = {**DRAFTING, "attention_backend": drafter}
+    given = {"attention_backend": target, "speculative_config": drafting}
+    assert serve(tmp_path, monkeypatch, **given) is packs
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"attention_backends": ("FLASHINFER",)}, True),
+        ({"attention_backends": ("FLASHINFER",), "replay": "on"}, True),
+        ({"attention_backends": ("FLASHINFER",), "replay": "off"}, False),
+        ({"attention_backends": ("FLASHINFER",), "packing": "off"}, False),
+        # Nothing would be gained there.
+        ({"attention_backends": ("FLASHINFER",), "platform": "b200"}, False),
+        ({"attention_backends": ("TRITON_ATTN",)}, False),
+        ({}, False),
+    ],
+)
+def test_an_attention_backend_that_costs_requests_is_named(
+    options: dict[str, Any], said: bool
+) -> None:
+    plan = plan_of(
+        "Qwen3.5-4B", **{"platform": "h200", "drafter": DRAFTER_4B, "drafts": 15, **options}
+    )
+    texts = [f.text for f in plan.findings if f.code == "backend-splits-blocks"]
+    assert len(texts) == said
+    if said:
+        assert "attention backend FLASHINFER" in texts[0]
+        assert all(name in texts[0] for name in WHOLE_BLOCK_BACKENDS)
 
 
 @pytest.mark.parametrize(

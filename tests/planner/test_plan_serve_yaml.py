@@ -146,6 +146,11 @@ speculative-config:
   method: dflash
   model: z-lab/Qwen3.5-4B-DFlash
   num_speculative_tokens: 7
+attention-config:
+  backend: FLASHINFER
+additional-config:
+  gaudi_ext:
+    replay: "on"
 """
 
 
@@ -172,7 +177,10 @@ def test_plan_serve_reads_everything_with_vllms_own_parser(tmp_path: Path) -> No
         "caching": True,
         "drafts": 7,
         "method": "dflash",
+        "replay": "on",
+        "attention_backends": ["FLASHINFER"],
     }
+    assert plan["serving"] == "replay"
     assert {key: chosen[key] for key in wanted} == wanted
 
 

@@ -324,7 +324,7 @@ DRAFTER = {
 
 
 def test_a_served_drafter_config_replaces_the_recipes_reading(tmp_path: Path) -> None:
-    path = find_recipe("qwen3.5-9b-h200-dflash") / "serve.yaml"
+    path = find_recipe("qwen3.5-9b-b200-dflash") / "serve.yaml"
     assumed = preflight(path)
     assert "--drafter-kv-heads 8" in assumed.assumed[0]
     served = preflight(path, drafter_config=str(write_config(tmp_path / "drafter", DRAFTER)))

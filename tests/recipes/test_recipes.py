@@ -15,7 +15,7 @@ from vllm_gaudi_ext.planner.config import DrafterOverrides
 from vllm_gaudi_ext.planner.errors import PlanError
 from vllm_gaudi_ext.planner.facts import find_platform, load_facts
 from vllm_gaudi_ext.planner.findings import findings
-from vllm_gaudi_ext.planner.plan import Expect, Plan, make_plan
+from vllm_gaudi_ext.planner.plan import Plan, make_plan
 from vllm_gaudi_ext.planner.request import Options, make_deployment, options_from_args
 from vllm_gaudi_ext.planner.serve_args import serve_args
 from vllm_gaudi_ext.preflight import structure
@@ -46,20 +46,6 @@ def replays(name: str) -> bool:
     """Whether the recipe is served with ReplaySSM."""
     options = serve_of(name).get("additional-config", {}).get("gaudi_ext", {})
     return bool(options.get("replay") == "on")
-
-
-def expect_of(name: str, plan: Plan) -> Expect:
-    """What the planner says of the way in which the recipe is served."""
-    if not replays(name):
-        return plan.expect
-    assert plan.replay is not None
-    return Expect(
-        block_tokens=plan.replay.block_tokens,
-        state_copies=plan.replay.state_copies,
-        state_mib_per_request=plan.replay.state_mib_per_request,
-        slots=plan.expect.slots,
-        cached_tokens_multiple_of=plan.replay.cached_tokens_multiple_of,
-    )
 
 
 def plan_of(name: str, *, reading: bool = True, **typed: Any) -> Plan:
@@ -135,7 +121,9 @@ def test_recipe_yaml_describes_the_serve_yaml_beside_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_expect_is_what_the_planner_says(name: str) -> None:
-    assert recipe_of(name).expect.model_dump() == expect_of(name, plan_of(name)).model_dump()
+    plan = plan_of(name)
+    assert recipe_of(name).expect.model_dump() == plan.expect.model_dump()
+    assert plan.serving == ("replay" if replays(name) else "native")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -145,7 +133,7 @@ def test_plan_serve_takes_the_recipes_reading(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("vllm_gaudi_ext.planner.serve_args.parse_serve_yaml", lambda path: args)
     plan = make_plan(make_deployment(Options(serve=find_recipe(name) / "serve.yaml")), findings)
     recipe = recipe_of(name)
-    assert expect_of(name, plan).block_tokens == recipe.expect.block_tokens
+    assert plan.expect.block_tokens == recipe.expect.block_tokens
     said = [f.text for f in plan.findings if f.code == "recipe-reading"]
     assert len(said) == (recipe.plan is not None)
     assert recipe.plan is None or recipe.plan.arguments() in said[0]
@@ -182,7 +170,7 @@ def test_the_budget_is_whole_blocks_beside_all_decodes(name: str) -> None:
     assert asked == budget.recommended
     assert asked is not None
     decodes = budget.decode_tokens
-    blocks, rest = divmod(asked - decodes, plan.native.block_tokens)
+    blocks, rest = divmod(asked - decodes, plan.served.block_tokens)
     assert blocks >= 1
     assert rest < budget.multiple_of
     assert asked % (128 if deployment.gaudi else 1) == 0
@@ -218,12 +206,11 @@ def test_the_requests_in_the_comments_are_the_planners(name: str) -> None:
     found = FIT.search(text)
     assert found is not None
     plan = plan_of(name, tokens=8192, non_kv_gib=float(found[2]))
-    side = plan.replay if replays(name) else plan.native
-    assert side is not None
-    assert side.capacity is not None
-    assert side.capacity.requests == int(found[1])
+    assert plan.served.capacity is not None
+    assert plan.served.capacity.requests == int(found[1])
     assert plan.deployment.max_num_seqs is not None
-    assert plan.deployment.max_num_seqs <= side.capacity.requests
+    assert plan.deployment.max_num_seqs <= plan.served.capacity.requests
+    assert [f.text for f in plan.findings if f.code.startswith("seqs-above")] == []
     without = WITHOUT.search(text)
     assert (without is not None) == replays(name)
     if without is not None:

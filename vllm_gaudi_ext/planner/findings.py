@@ -11,9 +11,12 @@ from vllm_gaudi_ext.planner.arithmetic import GIB, MIB
 from vllm_gaudi_ext.planner.plan import (
     HIDDEN_STATE_METHODS,
     READS_SSM_DTYPE,
+    WHOLE_BLOCK_BACKENDS,
     Deployment,
     Finding,
     Plan,
+    Side,
+    layout_of,
     reads_ssm_dtype,
 )
 
@@ -53,7 +56,7 @@ def _budget(plan: Plan) -> list[Finding]:
     deployment = plan.deployment
     if not deployment.caching:
         return []
-    block = plan.native.block_tokens
+    block = plan.served.block_tokens
     rows = 1 + deployment.drafts
     each = "" if rows == 1 else f" * {rows} rows"
     if plan.budget is None:
@@ -121,15 +124,25 @@ def _budget(plan: Plan) -> list[Finding]:
 
 
 def _hits(plan: Plan) -> list[Finding]:
-    deployment, unit = plan.deployment, plan.native.cached_tokens_multiple_of
+    deployment, unit = plan.deployment, plan.served.cached_tokens_multiple_of
     if unit is None:
         text = "prefix caching is off, so nothing is cached"
-        if not deployment.gaudi:
+        if deployment.serves_replay:
+            text = "prefix caching is off, as ReplaySSM asks for, so nothing is cached"
+        elif not deployment.gaudi:
             text += (
                 "; vLLM turns it on by default for these models, which holds one more state copy "
                 "a request (pass --prefix-caching to see it)"
             )
         return [_note("caching-off", text + ".")]
+    if deployment.serves_replay:
+        return [
+            _warning(
+                "replay-caching",
+                "prefix caching is on, and ReplaySSM refuses to start with it yet: pass "
+                "--no-enable-prefix-caching (here --no-prefix-caching), or set replay to 'off'.",
+            )
+        ]
     shortest = unit
     text = f"cached tokens come in multiples of {unit}; prompts shorter than that never hit"
     if deployment.drafts and deployment.method in HIDDEN_STATE_METHODS:
@@ -149,7 +162,8 @@ def _hits(plan: Plan) -> list[Finding]:
 
 
 def _capacity(plan: Plan) -> list[Finding]:
-    deployment, holds = plan.deployment, plan.native.capacity
+    deployment, served = plan.deployment, plan.served
+    holds = served.capacity
     if holds is None:
         return [
             _note(
@@ -166,8 +180,8 @@ def _capacity(plan: Plan) -> list[Finding]:
             _error(
                 "pool-too-small",
                 f"one request of {deployment.tokens} tokens needs "
-                f"{plan.native.request_mib_padded:.1f} MiB and the pool holds "
-                f"{holds.pool_blocks} blocks of {plan.native.block_mib:.1f} MiB: shorten requests, "
+                f"{served.request_mib_padded:.1f} MiB and the pool holds "
+                f"{holds.pool_blocks} blocks of {served.block_mib:.1f} MiB: shorten requests, "
                 "raise memory, or use more cards.",
             )
         )
@@ -259,7 +273,9 @@ def _gaudi(plan: Plan) -> list[Finding]:
 def _drafts(plan: Plan) -> list[Finding]:
     deployment = plan.deployment
     found: list[Finding] = []
-    if not deployment.gaudi and plan.outweighing_drafts is not None:
+    # Advice to turn ReplaySSM on, and no word to those who have.
+    advised = not deployment.gaudi and not deployment.serves_replay
+    if advised and plan.outweighing_drafts is not None:
         first = plan.outweighing_drafts
         text = (
             f"from {first} draft tokens on, vLLM's state copies take more than the KV cache of a "
@@ -322,8 +338,21 @@ def _drafts(plan: Plan) -> list[Finding]:
             f"instead of {plan.native.state_mib_per_request:.0f}: {saved:.2f}x as many requests "
             "in the same pool"
         )
-        found.append(_note("replay", text + "."))
+        found.append(_note("replay", text + _who_serves(deployment)))
     return found
+
+
+def _who_serves(deployment: Deployment) -> str:
+    """The end of a sentence on ReplaySSM: whether it serves, and whose figures are judged."""
+    if deployment.serves_replay:
+        return "; it serves, and these findings are about it."
+    if not deployment.wants_replay:
+        return "."
+    refused = ", once prefix caching is off" if deployment.caching else ""
+    return (
+        "; it would serve where vLLM loads this package (replay is 'auto': start with "
+        f"VLLM_PLUGINS=gaudi_ext{refused}), and the other findings are stock vLLM's."
+    )
 
 
 def _share(plan: Plan) -> float:
@@ -332,7 +361,7 @@ def _share(plan: Plan) -> float:
 
 
 def _layout(plan: Plan) -> list[Finding]:
-    deployment, side = plan.deployment, plan.native
+    deployment, side = plan.deployment, plan.served
     found: list[Finding] = []
     target_block = next(
         group.block_tokens
@@ -362,10 +391,11 @@ def _layout(plan: Plan) -> list[Finding]:
         found.append(
             _note(
                 "group-padding",
-                f"vLLM's groups of {side.group_size} layers cost {100 * (over - 1):.1f} % more "
-                "than the layers need: a group with fewer layers still takes whole blocks.",
+                f"vLLM's {_groups_of(side)} cost {100 * (over - 1):.1f} % more than the layers "
+                "need: a group with fewer layers still takes whole blocks.",
             )
         )
+    found += _split_blocks(deployment)
     if side.padded_attention:
         found.append(
             _warning(
@@ -383,6 +413,27 @@ def _layout(plan: Plan) -> list[Finding]:
             )
         )
     return found
+
+
+def _groups_of(side: Side) -> str:
+    if side.packed:
+        return f"packed blocks of {side.block_mib:.2f} MiB"
+    return f"groups of {side.group_size} layers"
+
+
+def _split_blocks(deployment: Deployment) -> list[Finding]:
+    """What a choice of attention backend costs ReplaySSM."""
+    splitting = deployment.splitting_backends
+    free = deployment.model_copy(update={"attention_backends": ()})
+    if not splitting or not deployment.wants_replay or not layout_of(free, replay=True).packed:
+        return []
+    return [
+        _note(
+            "backend-splits-blocks",
+            f"ReplaySSM's pages are not packed with the attention backend {', '.join(splitting)}, "
+            f"and more requests fit where they are: use {' or '.join(WHOLE_BLOCK_BACKENDS)}.",
+        )
+    ]
 
 
 def _parallel(plan: Plan) -> list[Finding]:

@@ -12,6 +12,7 @@ from typing import Literal
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import BaseModel, ConfigDict, Field
 
+from cuda_ext.refusals import asks_for_replay
 from cuda_ext.ring import ITEM_BYTES, GdnHeads, PageLayout, native_layout, replay_layout
 from vllm_gaudi_ext.gdn.refusals import BUDGET_UNIT
 from vllm_gaudi_ext.planner import arithmetic
@@ -39,6 +40,10 @@ READS_SSM_DTYPE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalG
 
 # Those that ReplaySSM is served with (versions.py) and that pack; 0.26.0 has no KV-cache layouts.
 PACKING_VLLMS = ("0.31.0", "0.33.0")
+
+# Attention backends whose kernels take a block of any multiple of 16 unsplit, in any layout of the
+# KV cache (vLLM 0.31.0). FLASHINFER splits blocks, and FLEX_ATTENTION asks for one layout.
+WHOLE_BLOCK_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 
 # Drafters that read the target's hidden states: vLLM then leaves the last matching block of a hit
 # out (SpeculativeConfig.use_eagle, vllm/config/speculative.py:1324).
@@ -73,7 +78,12 @@ class Deployment(BaseModel):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = Field(None, description="the longest request that is taken")
+    replay: Literal["auto", "on", "off"] = "auto"
+    plugin: bool = Field(False, description="VLLM_PLUGINS is known to name this package")
     packing: Literal["auto", "off"] = "auto"
+    attention_backends: tuple[str, ...] = Field(
+        (), description="those asked for by name, the drafter's too; none where vLLM chooses"
+    )
     vllm: str | None = Field(None, description="versions that it will run on; None: the newest")
     assumed: tuple[str, ...] = Field((), description="what a recipe reads where facts are silent")
 
@@ -90,9 +100,28 @@ class Deployment(BaseModel):
         return self.platform.vendor == "gaudi"
 
     @property
+    def wants_replay(self) -> bool:
+        """Whether ReplaySSM is to serve wherever vLLM loads this package."""
+        architecture = self.target.architecture or ""
+        return not self.gaudi and asks_for_replay(self.replay, architecture, drafts=self.drafts > 0)
+
+    @property
+    def serves_replay(self) -> bool:
+        """Whether ReplaySSM serves, as far as is known: `on` is refused where it can't."""
+        return self.wants_replay and (self.replay == "on" or self.plugin)
+
+    @property
+    def splitting_backends(self) -> tuple[str, ...]:
+        """Attention backends asked for that packed blocks can't be had with."""
+        return tuple(b for b in self.attention_backends if b not in WHOLE_BLOCK_BACKENDS)
+
+    @property
     def may_pack(self) -> bool:
         """Whether ReplaySSM would have vLLM pack blocks where that saves memory."""
-        if self.packing == "off" or not self.platform.whole_blocks:
+        if self.packing == "off" or not self.platform.whole_blocks or self.splitting_backends:
+            return False
+        # Whoever counts blocks has vLLM's own in mind, which are smaller (cuda_ext.packing).
+        if self.pool_blocks is not None:
             return False
         # What vLLM keeps in fewer bits is not a plain page (cuda_ext.packing).
         return self.kv_dtype in ITEM_BYTES and _has_packing(self.vllm)
@@ -221,6 +250,9 @@ class Plan(BaseModel):
     deployment: Deployment
     native: Side
     replay: Side | None
+    serving: Literal["native", "replay"] = Field(
+        description="the side whose layers serve: that of `budget`, `expect` and the findings"
+    )
     gaudi: GaudiView | None
     budget: BudgetView | None
     outweighing_drafts: int | None = Field(
@@ -229,6 +261,14 @@ class Plan(BaseModel):
     sweep: list[SweepPoint]
     expect: Expect
     findings: list[Finding] = []
+
+    @property
+    def served(self) -> Side:
+        """The side whose layers serve."""
+        if self.serving == "native":
+            return self.native
+        assert self.replay is not None, self.deployment
+        return self.replay
 
 
 def check_range(name: str, value: int, low: int, high: int) -> int:
@@ -645,14 +685,15 @@ def make_plan(deployment: Deployment, find: Callable[[Plan], list[Finding]] | No
         PlanError: the deployment can't exist.
     """
     check_deployment(deployment)
-    layout = layout_of(deployment)
     native = _side(deployment, replay=False)
+    replay = None if deployment.gaudi else _side(deployment, replay=True)
+    served = replay if deployment.serves_replay and replay is not None else native
     sweep = _sweep(deployment)
-    gaudi = _gaudi_view(deployment, layout) if deployment.gaudi else None
+    gaudi = _gaudi_view(deployment, layout_of(deployment)) if deployment.gaudi else None
     budget = None
     if deployment.max_num_seqs is not None and deployment.caching:
         tokens = arithmetic.token_budget(
-            layout.block_tokens,
+            served.block_tokens,
             max_num_seqs=deployment.max_num_seqs,
             drafts=deployment.drafts,
             asked=deployment.max_num_batched_tokens,
@@ -668,11 +709,12 @@ def make_plan(deployment: Deployment, find: Callable[[Plan], list[Finding]] | No
     if gaudi is not None:
         slots = gaudi.slots
     else:
-        slots = native.capacity.state_slots if native.capacity else None
+        slots = served.capacity.state_slots if served.capacity else None
     plan = Plan(
         deployment=deployment,
         native=native,
-        replay=None if deployment.gaudi else _side(deployment, replay=True),
+        replay=replay,
+        serving="replay" if served is replay else "native",
         gaudi=gaudi,
         budget=budget,
         outweighing_drafts=arithmetic.outweighing_drafts(
@@ -687,11 +729,11 @@ def make_plan(deployment: Deployment, find: Callable[[Plan], list[Finding]] | No
         ),
         sweep=sweep,
         expect=Expect(
-            block_tokens=native.block_tokens,
-            state_copies=native.state_copies,
-            state_mib_per_request=native.state_mib_per_request,
+            block_tokens=served.block_tokens,
+            state_copies=served.state_copies,
+            state_mib_per_request=served.state_mib_per_request,
             slots=slots,
-            cached_tokens_multiple_of=native.cached_tokens_multiple_of,
+            cached_tokens_multiple_of=served.cached_tokens_multiple_of,
         ),
     )
     if find is not None:

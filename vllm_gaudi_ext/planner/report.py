@@ -122,7 +122,7 @@ def print_report(plan: Plan, console: Console) -> None:
             table.add_row(name, value)
     else:
         table.add_column("vLLM")
-        table.add_column("ReplaySSM")
+        table.add_column("ReplaySSM" + (" (serves)" if plan.serving == "replay" else ""))
         replay = dict(_rows(plan.replay))
         for name, value in native.items():
             table.add_row(name, value, replay[name])

@@ -71,7 +71,10 @@ class Options(BaseModel):
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    replay: Literal["auto", "on", "off"] | None = None
+    plugin: bool | None = None
     packing: Literal["auto", "off"] | None = None
+    attention_backends: tuple[str, ...] | None = None
     vllm: str | None = None
     assumed: tuple[str, ...] = ()
 
@@ -118,7 +121,11 @@ def options_from_args(options: Options, args: ServeArgs) -> Options:
     Raises:
         PlanError: they ask for something that the planner can't compute.
     """
-    from vllm_gaudi_ext.planner.serve_args import recipe_platform, recipe_vllm
+    from vllm_gaudi_ext.planner.serve_args import (
+        recipe_names_plugin,
+        recipe_platform,
+        recipe_vllm,
+    )
 
     assert options.serve is not None, options
     if args.pp > 1:
@@ -146,7 +153,10 @@ def options_from_args(options: Options, args: ServeArgs) -> Options:
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
+        "replay": args.replay,
+        "plugin": recipe_names_plugin(options.serve),
         "packing": args.packing,
+        "attention_backends": args.attention_backends,
         "platform": recipe_platform(options.serve),
         "vllm": recipe_vllm(options.serve),
     }
@@ -307,7 +317,10 @@ def make_deployment(options: Options) -> Deployment:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=longest,
+        replay=options.replay or "auto",
+        plugin=bool(options.plugin),
         packing=options.packing or "auto",
+        attention_backends=options.attention_backends or (),
         vllm=options.vllm,
         assumed=options.assumed,
     )

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
+from vllm_gaudi_ext import envs, plugin
 from vllm_gaudi_ext.config import ExtOptions, read_options
 from vllm_gaudi_ext.planner.errors import PlanError
 from vllm_gaudi_ext.planner.textfile import read_small_text
@@ -158,22 +160,49 @@ class ServeArgs:
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    replay: Literal["auto", "on", "off"]
     packing: Literal["auto", "off"]
+    attention_backends: tuple[str, ...]
 
 
-def _packing(parsed: argparse.Namespace) -> Literal["auto", "off"]:
-    """How ReplaySSM's pages lie; its default beside options that the server refuses anyway."""
+def _ext_options(parsed: argparse.Namespace) -> ExtOptions:
+    """Our own options; their defaults where the server refuses them anyway."""
     try:
-        return read_options(getattr(parsed, "additional_config", None)).packing
+        return read_options(getattr(parsed, "additional_config", None))
     except ValueError:
-        return ExtOptions().packing
+        return ExtOptions()
+
+
+def _attention_backends(
+    parsed: argparse.Namespace, speculative: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Names of the attention backends that are asked for, the drafter's too.
+
+    `attention_backend` is short for `attention_config.backend`, vLLM refuses both at once, and an
+    entry of `backend_per_kind` wins over either (vllm/config/attention.py of 0.31.0).
+    """
+    attention = _mapping(getattr(parsed, "attention_config", None))
+    asked = (
+        _mapping(attention.get("backend_per_kind")).get("full_attention")
+        or attention.get("backend")
+        or getattr(parsed, "attention_backend", None),
+        speculative.get("attention_backend"),
+    )
+    names = (str(getattr(one, "name", one)).upper() for one in asked if one)
+    return tuple(dict.fromkeys(name for name in names if name != "AUTO"))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    if value is None:
-        return {}
+    if isinstance(value, str):
+        # As written in a file that vLLM's parser did not read, which takes JSON here.
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
     if isinstance(value, Mapping):
         return value
+    if not hasattr(value, "__dict__"):
+        return {}
     return {key: getattr(value, key) for key in vars(value)}
 
 
@@ -193,6 +222,8 @@ def serve_args(parsed: argparse.Namespace, path: Path) -> ServeArgs:
     method = speculative.get("method")
     if isinstance(method, str) and method.endswith("_mtp"):
         method = "mtp"
+
+    options = _ext_options(parsed)
 
     def get(name: str) -> Any:
         return getattr(parsed, name, None)
@@ -222,7 +253,9 @@ def serve_args(parsed: argparse.Namespace, path: Path) -> ServeArgs:
         max_model_len=get("max_model_len"),
         max_num_seqs=get("max_num_seqs"),
         max_num_batched_tokens=get("max_num_batched_tokens"),
-        packing=_packing(parsed),
+        replay=options.replay,
+        packing=options.packing,
+        attention_backends=_attention_backends(parsed, speculative),
     )
 
 
@@ -236,6 +269,15 @@ def recipe_platform(path: Path) -> str | None:
     """The platform that the recipe.yaml beside a serve.yaml names, if there is one."""
     platform = _beside(path).get("platform")
     return platform if isinstance(platform, str) else None
+
+
+def recipe_names_plugin(path: Path) -> bool:
+    """Whether the recipe.yaml beside a serve.yaml sets a VLLM_PLUGINS that names this package."""
+    env = _beside(path).get("env")
+    if not isinstance(env, Mapping):
+        return False
+    given = {name: value for name, value in env.items() if isinstance(value, str)}
+    return envs.named_in_vllm_plugins(plugin.PLUGIN, given)
 
 
 def recipe_vllm(path: Path) -> str | None:
