@@ -1,19 +1,49 @@
-"""What is active in this process: the page of a deployment's GDN layers, or None for stock vLLM.
+"""What is active in this process: ReplaySSM for a deployment's GDN layers, or None for stock vLLM.
 
-The model class, the layer and the metadata builder all ask here, so they can't disagree. It refuses
-once more what the front process refused (compat/engine_args.py): a configuration may reach a worker
-that never passed through `EngineArgs`.
+The model class and the layer, which the metadata builder asks in turn, both ask here, so they can't
+disagree. It refuses once more what the front process refused (compat/engine_args.py): a
+configuration may reach a worker that never passed through `EngineArgs`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from cuda_ext.facts import ARCHITECTURES, ReplayFacts, dtype_name, replay_facts
+from cuda_ext.facts import ARCHITECTURES, ReplayFacts, replay_facts
 from cuda_ext.plugin import registration_problem
 from cuda_ext.refusals import backend_of, refuse, replay_layout, replay_problems, wants_replay
 from cuda_ext.ring import PageLayout
 from vllm_gaudi_ext.config import read_options
+
+
+@dataclass(frozen=True)
+class Active:
+    """A deployment whose GDN layers ReplaySSM serves.
+
+    Args:
+        facts: of the deployment, without a problem.
+        page: of one GDN layer on one rank.
+    """
+
+    facts: ReplayFacts
+    page: PageLayout
+
+    @property
+    def backend(self) -> str:
+        """What computes a step: "kernels", or "reference"."""
+        backend = backend_of(self.facts)
+        assert backend is not None, self.facts
+        return backend
+
+    def chunk_kernels(self, prefill_backend: str) -> str:
+        """What computes prefill chunks: "portable", or vLLM's kernels by vLLM's name for them.
+
+        Args:
+            prefill_backend: what vLLM chose ("triton", "flashinfer", "cutedsl"); none of them
+                takes rows in float32.
+        """
+        return "portable" if self.facts.dtype == "float32" else prefill_backend
 
 
 def checked_facts(vllm_config: Any) -> ReplayFacts | None:
@@ -37,8 +67,10 @@ def checked_facts(vllm_config: Any) -> ReplayFacts | None:
     return facts
 
 
-def active_layout(vllm_config: Any) -> PageLayout | None:
-    """The page of one GDN layer on one rank; None where vLLM's own layer is to serve.
+def active(vllm_config: Any) -> Active | None:
+    """What serves the GDN layers of a deployment; None where vLLM's own layer is to serve.
+
+    It reads the deployment anew at each call, so a caller that asks twice should keep the answer.
 
     Args:
         vllm_config: a vllm.config.VllmConfig. For a draft model it is the draft's own.
@@ -51,26 +83,20 @@ def active_layout(vllm_config: Any) -> PageLayout | None:
         return None
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    return replay_layout(facts, conv_dim_first=is_conv_state_dim_first())
+    return Active(facts, replay_layout(facts, conv_dim_first=is_conv_state_dim_first()))
 
 
-def active_backend(vllm_config: Any) -> str:
-    """What computes a step where ReplaySSM is active: "kernels", or "reference"."""
-    backend = backend_of(replay_facts(vllm_config))
-    assert backend is not None, vllm_config
-    return backend
-
-
-def chunk_kernels(vllm_config: Any, prefill_backend: str) -> str:
-    """What computes prefill chunks: "portable", or vLLM's kernels by vLLM's name for them.
+def active_layout(vllm_config: Any) -> PageLayout | None:
+    """The page of one GDN layer on one rank; None where vLLM's own layer is to serve.
 
     Args:
-        vllm_config: a vllm.config.VllmConfig.
-        prefill_backend: what vLLM chose ("triton", "flashinfer", "cutedsl"); none of them takes
-            rows in float32.
+        vllm_config: as for `active`.
+
+    Raises:
+        RuntimeError, ValueError: as `checked_facts`.
     """
-    float32 = dtype_name(vllm_config.model_config.dtype) == "float32"
-    return "portable" if float32 else prefill_backend
+    found = active(vllm_config)
+    return None if found is None else found.page
 
 
 def torch_dtypes(layout: PageLayout) -> tuple[Any, ...]:

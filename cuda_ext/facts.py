@@ -77,11 +77,6 @@ class ReplayFacts:
     fused_decode_kernel: bool = False
 
     @property
-    def gdn_hybrid(self) -> bool:
-        """Whether the model is one whose GDN layers this package replaces."""
-        return self.architecture in ARCHITECTURES
-
-    @property
     def rows(self) -> int:
         """T_max, rows of a verification step."""
         return self.drafts + 1

@@ -25,6 +25,8 @@ from vllm_gaudi_ext.config import read_options
 from vllm_gaudi_ext.planner import arithmetic
 from vllm_gaudi_ext.planner.arithmetic import AttentionLayers, Layout
 
+_SETTLED = "_gaudi_ext_packed"
+
 
 def attention_layers(specs: Iterable[Any]) -> list[AttentionLayers] | None:
     """Attention layers by shape, in the order of the specs; None where a kind is not known.
@@ -71,7 +73,11 @@ def packed_layout(vllm_config: Any) -> Layout | None:
         vllm_config: a vllm.config.VllmConfig. Before its block size is aligned with the page of a
             state the answer is None, and of no consequence: layouts and specs are asked after it.
     """
-    if read_options(vllm_config.additional_config).packing == "off":
+    cache = vllm_config.cache_config
+    # Whoever counts blocks has vLLM's own in mind, which are smaller.
+    if read_options(vllm_config.additional_config).packing == "off" or (
+        cache.num_gpu_blocks_override is not None
+    ):
         return None
     pages = [
         layer.replay
@@ -79,7 +85,7 @@ def packed_layout(vllm_config: Any) -> Layout | None:
         if getattr(layer, "replay", None) is not None
     ]
     others = [layer for layer in _kv_layers(vllm_config) if not hasattr(layer, "replay")]
-    block = vllm_config.cache_config.block_size
+    block = cache.block_size
     if not pages or not others or not block or not _has_layouts(others):
         return None
     specs = []
@@ -87,7 +93,7 @@ def packed_layout(vllm_config: Any) -> Layout | None:
         spec = layer.get_kv_cache_spec(vllm_config)
         if spec is None:
             continue
-        if not _plain(spec, block) or not _whole(layer.get_attn_backend(), spec, block):
+        if not _plain(spec, block) or not _whole(layer.get_attn_backend(), block, vllm_config):
             return None
         specs.append(spec)
     attention = attention_layers(specs)
@@ -102,6 +108,26 @@ def packed_layout(vllm_config: Any) -> Layout | None:
     tokens = vllm_config.model_config.max_model_len
     chosen = arithmetic.choose(today, packed, tokens=tokens, copies=1)
     return chosen if chosen.packed else None
+
+
+def settled_layout(vllm_config: Any) -> Layout | None:
+    """`packed_layout` as it was when the first layer gave its spec, and from then on.
+
+    vLLM overwrites the block size later, with the smallest of all groups', by which the answer
+    would be another one for the same pool.
+    """
+    cache = vllm_config.cache_config
+    if not hasattr(cache, _SETTLED):
+        setattr(cache, _SETTLED, packed_layout(vllm_config))
+    layout: Layout | None = getattr(cache, _SETTLED)
+    return layout
+
+
+def asks_to_pack(vllm_config: Any) -> bool:
+    """Whether our layers prefer block-outermost layouts; asked before and after specs are given."""
+    if hasattr(vllm_config.cache_config, _SETTLED):
+        return settled_layout(vllm_config) is not None
+    return packed_layout(vllm_config) is not None
 
 
 def _kv_layers(vllm_config: Any) -> list[Any]:
@@ -127,11 +153,14 @@ def _plain(spec: Any, block: int) -> bool:
     )
 
 
-def _whole(backend: Any, spec: Any, block: int) -> bool:
-    """Whether the backend's kernels take vLLM's block unsplit."""
-    from vllm.v1.attention.backend import MultipleOf
+def _whole(backend: Any, block: int, vllm_config: Any) -> bool:
+    """Whether the backend's kernels take vLLM's block unsplit, by vLLM's own choice."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.worker.utils import select_common_block_size
 
-    return any(
-        block % size.base == 0 if isinstance(size, MultipleOf) else size == block
-        for size in backend.get_supported_kernel_block_sizes(spec)
-    )
+    # Backends look up the configuration, and this is asked outside of any.
+    with set_current_vllm_config(vllm_config):
+        try:
+            return bool(select_common_block_size(block, [backend]) == block)
+        except ValueError:
+            return False

@@ -122,7 +122,7 @@ class PageLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the page before vLLM pads it to the common page size."""
+        """Bytes of the page before vLLM pads it, where it does."""
         last = self.states[-1]
         return last.offset + last.nbytes
 

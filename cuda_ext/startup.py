@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuda_ext.capture_sizes import uncaptured
 from cuda_ext.facts import replay_facts
-from cuda_ext.packing import attention_layers, packed_layout
+from cuda_ext.packing import attention_layers, settled_layout
 from cuda_ext.refusals import backend_of
 from cuda_ext.ring import PageLayout, native_layout
 from vllm_gaudi_ext import problems
@@ -34,11 +34,13 @@ class Gain:
     Args:
         tokens: length of a request.
         stock, replay: whole requests.
+        at_once: the shortest requests that ReplaySSM's pool holds.
     """
 
     tokens: int
     stock: int
     replay: int
+    at_once: int
 
 
 def note_block_size(cache_config: Any) -> None:
@@ -55,7 +57,7 @@ def note_block_size(cache_config: Any) -> None:
 
 
 def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int) -> None:
-    """Log the line when the first GDN layer of the model gets its pages.
+    """Log the line when the first of our layers gets its pages.
 
     Not for the small pool that vLLM makes and drops to measure its graphs: the configuration does
     not have its size yet.
@@ -69,6 +71,8 @@ def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int
     if vllm_config.cache_config.num_gpu_blocks != blocks:
         return
     layers = vllm_config.compilation_config.static_forward_context
+    if prefix != next(n for n, layer in layers.items() if getattr(layer, "replay", None)):
+        return
     specs = {
         name: spec
         for name, layer in layers.items()
@@ -76,8 +80,6 @@ def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int
         and (spec := layer.get_kv_cache_spec(vllm_config)) is not None
     }
     states = [name for name, spec in specs.items() if hasattr(spec, "mamba_type")]
-    if prefix != states[0]:
-        return
     stock = [name for name in states if getattr(layers[name], "replay", None) is None]
     problems.refuse(
         "serve with ReplaySSM",
@@ -122,33 +124,37 @@ def announce(vllm_config: VllmConfig, prefix: str, page: PageLayout, blocks: int
         placed,
         gained,
     )
-    _warn_of_graphs(vllm_config, facts.rows)
+    _warn_of_graphs(vllm_config, facts.rows, gain)
 
 
-def _warn_of_graphs(vllm_config: VllmConfig, rows: int) -> None:
-    """Say so where the largest decode steps run without CUDA graphs, and how they would not."""
+def _warn_of_graphs(vllm_config: VllmConfig, rows: int, gain: Gain | None) -> None:
+    """Say so where the largest decode steps run without CUDA graphs, and how they would not.
+
+    No more requests decode at once than the pool holds, whatever `--max-num-seqs` allows.
+    """
     compilation = vllm_config.compilation_config
     if not compilation.cudagraph_capture_sizes:
         return
     scheduler = vllm_config.scheduler_config
+    most = scheduler.max_num_seqs
+    if gain is not None:
+        most = max(1, min(most, gain.at_once))
     sizes = uncaptured(
-        compilation.cudagraph_capture_sizes,
-        rows,
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
+        compilation.cudagraph_capture_sizes, rows, most, scheduler.max_num_batched_tokens
     )
     if sizes is None:
         return
     largest = max(compilation.cudagraph_capture_sizes)
     logger_for(__name__).warning(
         "gaudi_ext: decode steps of more than %d requests run without CUDA graphs (%d rows each, "
-        "graphs of up to %d tokens, --max-num-seqs %d), and are slower for it; "
-        "--compilation-config '%s' covers them all.",
+        "graphs of up to %d tokens), and up to %d can decode at once; --compilation-config '%s' "
+        "covers them all, or lower --max-num-seqs (%d).",
         largest // rows,
         rows,
         largest,
-        scheduler.max_num_seqs,
+        most,
         json.dumps({"cudagraph_capture_sizes": sizes}),
+        scheduler.max_num_seqs,
     )
 
 
@@ -164,8 +170,12 @@ def packed_pool(vllm_config: VllmConfig) -> Layout | None:
 
     An operator's own `VLLM_KV_CACHE_LAYOUT` can stand against it.
     """
+    return settled_layout(vllm_config) if _block_outermost(vllm_config) else None
+
+
+def _block_outermost(vllm_config: VllmConfig) -> bool:
     name = getattr(vllm_config.cache_config, "kv_cache_layout", None) or ""
-    return packed_layout(vllm_config) if name.startswith("B") else None
+    return bool(name.startswith("B"))
 
 
 def requests_gained(
@@ -212,16 +222,24 @@ def requests_gained(
             break
     else:
         return None
-    ours = packed_pool(vllm_config) or ours
+    packed = packed_pool(vllm_config)
+    if packed is None and _block_outermost(vllm_config):
+        # The operator's own layout, by which vLLM may pack in another way.
+        return None
+    ours = packed or ours
     tokens = vllm_config.model_config.max_model_len
     pool_bytes = blocks * ours.block_bytes
-    fits = []
-    for layout, copies in (
-        (ours, 1),
-        (lay_out(stock_page.nbytes, unit), facts.rows),
-    ):
+    in_flight = vllm_config.max_in_flight_tokens
+
+    def fit(layout: Layout, copies: int, length: int) -> int:
         request = arithmetic.request_bytes(
-            layout, copies=copies, tokens=tokens, in_flight=vllm_config.max_in_flight_tokens
+            layout, copies=copies, tokens=length, in_flight=in_flight
         )
-        fits.append(arithmetic.capacity(layout, request, pool_bytes).requests)
-    return Gain(tokens, stock=fits[1], replay=fits[0])
+        return arithmetic.capacity(layout, request, pool_bytes).requests
+
+    return Gain(
+        tokens,
+        stock=fit(lay_out(stock_page.nbytes, unit), facts.rows, tokens),
+        replay=fit(ours, 1, tokens),
+        at_once=fit(ours, 1, 1),
+    )

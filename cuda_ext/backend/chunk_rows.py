@@ -17,7 +17,7 @@ def chunk_rows(plan: ChunkPlan, rows: StepRows, kernels: str) -> ChunkRows:
     Args:
         plan: which requests they are.
         rows: the plan of all requests, on the device.
-        kernels: that compute the chunks, as `activation.chunk_kernels` names them.
+        kernels: that compute the chunks, as `Active.chunk_kernels` names them.
     """
     device = rows.slot.device
     count = len(plan.requests)

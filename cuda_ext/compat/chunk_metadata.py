@@ -21,7 +21,7 @@ def chunk_metadata(
     """Chunk indices and offsets, on the device of `packed`.
 
     Args:
-        kernels: that compute the chunks, as `activation.chunk_kernels` names them.
+        kernels: that compute the chunks, as `Active.chunk_kernels` names them.
         packed: [C + 1] int32, first row of each chunk once packed, and the end.
         packed_host: the same on the host.
     """

@@ -22,13 +22,13 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.platforms import current_platform
 
-from cuda_ext.activation import active_backend, active_layout, chunk_kernels, torch_dtypes
+from cuda_ext.activation import active, torch_dtypes
 from cuda_ext.backend.chunk_plan import chunks_at_once
 from cuda_ext.backend.replay_attn import PackedReplayBackend, ReplayBackend, ReplayMetadata
 from cuda_ext.compat.page_binding import WatchedPages
-from cuda_ext.layers.steps import ReferenceSteps, Steps, layer_pages
+from cuda_ext.layers.steps import Inputs, ReferenceSteps, Steps, layer_pages
 from cuda_ext.ops.reference import Weights
-from cuda_ext.packing import packed_layout
+from cuda_ext.packing import asks_to_pack, settled_layout
 from cuda_ext.refusals import refuse
 from cuda_ext.ring import GdnHeads, PageLayout
 from cuda_ext.startup import announce
@@ -57,7 +57,7 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
     Attributes:
         replay: the layer's page; None where vLLM's own layer serves, and there are no others.
         replay_backend: what computes its steps, "kernels" or "reference".
-        chunk_kernels: what computes its prefill chunks, see `activation.chunk_kernels`.
+        chunk_kernels: what computes its prefill chunks, see `Active.chunk_kernels`.
         chunks_at_once: chunks of a call of those.
     """
 
@@ -66,13 +66,14 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
 
     def __init__(self, config: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         # Before vLLM's own constructor, which asks methods below.
-        self.replay = active_layout(vllm_config)
+        found = active(vllm_config)
+        self.replay = None if found is None else found.page
         self._vllm_config = vllm_config
         super().__init__(config, vllm_config, *args, **kwargs)
-        if self.replay is None:
+        if found is None:
             return
-        self.replay_backend = active_backend(vllm_config)
-        self.chunk_kernels = chunk_kernels(vllm_config, self.gdn_prefill_backend)
+        self.replay_backend = found.backend
+        self.chunk_kernels = found.chunk_kernels(self.gdn_prefill_backend)
         heads = GdnHeads(
             self.num_k_heads,
             self.num_v_heads,
@@ -130,7 +131,7 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
                 ]
             )
         spec = super().get_kv_cache_spec(vllm_config)
-        if packed_layout(vllm_config) is not None:
+        if settled_layout(vllm_config) is not None:
             padded = None
         return replace(spec, num_speculative_blocks=0, page_size_padded=padded)
 
@@ -143,8 +144,7 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
         """The backend whose builder plans the step."""
         if self.replay is None:
             return super().get_attn_backend()
-        packed = packed_layout(self._vllm_config) is not None
-        return PackedReplayBackend if packed else ReplayBackend
+        return PackedReplayBackend if asks_to_pack(self._vllm_config) else ReplayBackend
 
     def _fused_gdn_decode_unsupported_reason(self, vllm_config: VllmConfig) -> str | None:
         if self.replay is None:
@@ -171,21 +171,19 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
         """
         if self.replay is None:
             return super()._forward_core(mixed_qkv, b, a, core_attn_out)
+        inputs = Inputs(mixed_qkv, a, b)
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, dict):
             metadata = metadata.get(self.prefix)
         if metadata is None:
-            self._rehearse(mixed_qkv, a, b, core_attn_out)
+            self._rehearse(inputs, core_attn_out)
             return None
         assert isinstance(metadata, ReplayMetadata), type(metadata)
-        self._steps.run(
-            layer_pages(self.kv_cache), self._weights(), mixed_qkv, a, b, metadata, core_attn_out
-        )
+        pages = layer_pages(self.kv_cache)
+        self._steps.run(pages, self._weights(), inputs, metadata, core_attn_out)
         return None
 
-    def _rehearse(
-        self, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _rehearse(self, inputs: Inputs, out: torch.Tensor) -> None:
         """In vLLM's profiling run, before there is a cache."""
         if self._rehearsed or current_platform.is_cpu():
             return
@@ -196,9 +194,7 @@ class ReplayGatedDeltaNetAttention(WatchedPages, QwenGatedDeltaNetAttention):
             self._steps.rehearse(
                 self.replay,
                 self._weights(),
-                mixed_qkv,
-                a,
-                b,
+                inputs,
                 out,
                 self._vllm_config.num_speculative_tokens + 1,
                 self._vllm_config.scheduler_config.max_num_seqs,

@@ -13,7 +13,7 @@ from cuda_ext.activation import torch_dtypes
 from cuda_ext.backend.chunk_plan import chunks_at_once, plan_chunks
 from cuda_ext.backend.chunk_rows import chunk_rows
 from cuda_ext.backend.replay_attn import ReplayMetadata
-from cuda_ext.layers.steps import layer_pages
+from cuda_ext.layers.steps import Inputs, layer_pages
 from cuda_ext.ops.chunk import portable_rule, replay_chunks, vllm_rule
 from cuda_ext.ops.reference import Pages, StepRows, Weights
 from cuda_ext.ops.replay import replay_decode
@@ -31,7 +31,7 @@ class KernelSteps:
     Args:
         heads: of this rank.
         chunk_op: the layer's `chunk_gated_delta_rule`, with the kernels that vLLM chose for it.
-        chunk_kernels: that compute the chunks, as `activation.chunk_kernels` names them.
+        chunk_kernels: that compute the chunks, as `Active.chunk_kernels` names them.
     """
 
     def __init__(self, heads: GdnHeads, chunk_op: Any, chunk_kernels: str) -> None:
@@ -45,13 +45,12 @@ class KernelSteps:
         self,
         pages: Pages,
         weights: Weights,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
+        inputs: Inputs,
         metadata: ReplayMetadata,
         out: Tensor,
     ) -> None:
         """See `Steps`."""
+        qkv, a, b = inputs.qkv, inputs.a, inputs.b
         rows, max_rows, step_rows = metadata.rows, metadata.max_rows, metadata.step_rows
         if step_rows:
             replay_decode(pages, weights, qkv, a, b, rows, max_rows, out, step_rows=step_rows)
@@ -62,14 +61,13 @@ class KernelSteps:
         self,
         layout: PageLayout,
         weights: Weights,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
+        inputs: Inputs,
         out: Tensor,
         max_rows: int,
         requests: int,
     ) -> None:
         """See `Steps`."""
+        qkv, a, b = inputs.qkv, inputs.a, inputs.b
         tokens, device = len(qkv), qkv.device
         pages = _spare_pages(layout, device)
         # Each length of a step and each size of a batch may have a launch of its own. Requests

@@ -7,6 +7,7 @@ vLLM binds pages anew and loads weights anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -20,6 +21,20 @@ if TYPE_CHECKING:
     from cuda_ext.backend.replay_attn import ReplayMetadata
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a layer's projections give the core of a step, in the dtype of the model.
+
+    Args:
+        qkv: [tokens, C], inputs of the convolution in the order q, k, v.
+        a, b: [tokens, HV], raw gate inputs.
+    """
+
+    qkv: Tensor
+    a: Tensor
+    b: Tensor
+
+
 class Steps(Protocol):
     """The core of a step, in place on pages and outputs."""
 
@@ -27,21 +42,25 @@ class Steps(Protocol):
         self,
         pages: Pages,
         weights: Weights,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
+        inputs: Inputs,
         metadata: ReplayMetadata,
         out: Tensor,
     ) -> None:
-        """Convolution and recurrence of all rows of a step; see `reference.replay_step`."""
+        """Convolution and recurrence of all rows of a step; see `reference.replay_step`.
+
+        Args:
+            pages: of the layer; written.
+            weights: of the layer.
+            inputs: of the step's rows.
+            metadata: the plan of the step.
+            out: [tokens, HV, V], zeros; written for every row of a request.
+        """
 
     def rehearse(
         self,
         layout: PageLayout,
         weights: Weights,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
+        inputs: Inputs,
         out: Tensor,
         max_rows: int,
         requests: int,
@@ -54,7 +73,8 @@ class Steps(Protocol):
         Args:
             layout: of the layer's page.
             weights: of the layer.
-            qkv, a, b, out: of the profiling run, with as many rows as a step can have.
+            inputs: of the profiling run, with as many rows as a step can have.
+            out: likewise; zeros again afterwards.
             max_rows: T_max.
             requests: N at most.
         """
@@ -70,23 +90,20 @@ class ReferenceSteps:
         self,
         pages: Pages,
         weights: Weights,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
+        inputs: Inputs,
         metadata: ReplayMetadata,
         out: Tensor,
     ) -> None:
         """See `Steps`."""
         rows, max_rows = metadata.rows, metadata.max_rows
+        qkv, a, b = inputs.qkv, inputs.a, inputs.b
         reference.replay_step(pages, weights, self._heads, qkv, a, b, rows, max_rows, out)
 
     def rehearse(
         self,
         layout: PageLayout,
         weights: Weights,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
+        inputs: Inputs,
         out: Tensor,
         max_rows: int,
         requests: int,

@@ -50,9 +50,6 @@ class CudaLaunch:
         return share + staged + tiles * 3 * 512 + rows * 20 * 4 + vectors
 
 
-MAX_ROW_BLOCKS = 4
-"""Blocks of rows that the CUDA kernel has room for: T_max up to 32."""
-
 FEW_TILES = 64
 """Value heads of a batch up to which smaller thread blocks reach more multiprocessors."""
 

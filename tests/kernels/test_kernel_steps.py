@@ -18,7 +18,7 @@ from cuda_ext.backend.chunk_rows import chunk_rows
 from cuda_ext.backend.replay_attn import ReplayMetadata
 from cuda_ext.layers import kernel_steps
 from cuda_ext.layers.kernel_steps import KernelSteps
-from cuda_ext.layers.steps import ReferenceSteps
+from cuda_ext.layers.steps import Inputs, ReferenceSteps
 from cuda_ext.ops import chunk as chunks
 from cuda_ext.ops import reference, replay
 from cuda_ext.ring import GdnHeads, PageLayout, replay_layout
@@ -74,8 +74,12 @@ def layout_of(step: Step) -> PageLayout:
     )
 
 
+def inputs_of(step: Step) -> Inputs:
+    return Inputs(step.qkv, step.a, step.b)
+
+
 def run(steps: Any, step: Step) -> Step:
-    steps.run(step.pages, step.weights, step.qkv, step.a, step.b, metadata_of(step), step.out)
+    steps.run(step.pages, step.weights, inputs_of(step), metadata_of(step), step.out)
     return step
 
 
@@ -179,9 +183,7 @@ def test_rehearsal_runs_each_launch_and_the_largest_chunks(
     monkeypatch.setattr(kernel_steps, "replay_decode", decode)
     monkeypatch.setattr(kernel_steps, "replay_chunks", chunk)
     out = torch.full_like(step.out, 7.0)
-    steps_of(step).rehearse(
-        layout_of(step), step.weights, step.qkv, step.a, step.b, out, MAX_ROWS, requests
-    )
+    steps_of(step).rehearse(layout_of(step), step.weights, inputs_of(step), out, MAX_ROWS, requests)
     assert decoded == {(n, rows) for n in {1, requests} for rows in range(1, MAX_ROWS + 1)}
     largest = kernel_steps.largest_step(tokens, MAX_ROWS, requests)
     small = [[kernel_steps.FIRST_CHUNK]] if tokens >= kernel_steps.FIRST_CHUNK else []

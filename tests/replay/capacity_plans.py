@@ -73,6 +73,7 @@ def vllm_config(case: dict[str, Any]) -> VllmConfig:
         limit_mm_per_prompt={"image": 0, "video": 0},
         additional_config={"gaudi_ext": {"replay": case["replay"], "packing": case["packing"]}},
         enable_prefix_caching=case["caching"],
+        num_gpu_blocks_override=case["blocks"],
     ).create_engine_config()
 
 
@@ -149,12 +150,18 @@ def planned(case: dict[str, Any]) -> dict[str, Any]:
         names = [layout.name for layout in layouts]
         resolve_kv_cache_layout(config, [names], specs.values())
         cache = get_kv_cache_configs(config, [specs], [case["pool_bytes"]])[0]
+        # As the engine core leaves it (v1/engine/core.py), before any layer gets its pages.
+        config.cache_config.block_size = min(
+            group.kv_cache_spec.block_size for group in cache.kv_cache_groups
+        )
     page = active_layout(config)
     gain = page and startup.requests_gained(config, page, specs.values(), cache.num_blocks)
     facts = replay_facts(config)
     told = page and start_up_lines(config, page, cache.num_blocks)
+    mixed = page and start_up_of_mixed_layers(config, page, cache.num_blocks)
     return {
         "lines": told,
+        "mixed": mixed,
         "unknown": page and unknown_gains(config, page, specs, cache.num_blocks),
         "block_tokens": block,
         "layout": config.cache_config.kv_cache_layout,
@@ -202,6 +209,20 @@ def start_up_lines(config: VllmConfig, page: PageLayout, blocks: int) -> list[li
         startup.announce(config, prefix, page, blocks)
         told.append(list(lines))
     return told
+
+
+def start_up_of_mixed_layers(config: VllmConfig, page: PageLayout, blocks: int) -> str:
+    """What the start-up ends with where another plug-in has put vLLM's own layer first."""
+    layers = config.compilation_config.static_forward_context
+    first, second, *_ = (name for name, layer in layers.items() if hasattr(layer, "replay"))
+    kept, layers[first].replay = layers[first].replay, None
+    try:
+        startup.announce(config, second, page, blocks)
+    except RuntimeError as error:
+        return str(error).replace(first, "FIRST")
+    finally:
+        layers[first].replay = kept
+    return "no refusal"
 
 
 def unknown_gains(config: VllmConfig, page: PageLayout, specs: Any, blocks: int) -> list[Any]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuda_ext.activation import Active
 from cuda_ext.backend.chunk_plan import SCRATCH_BYTES, ChunkPlan, chunks_at_once, plan_chunks
+from cuda_ext.refusals import replay_layout
 from cuda_ext.ring import GdnHeads
+
+from .test_replay_refusals import GOOD
 
 ALL = 1000
 """More chunks than any of these steps has."""
@@ -80,3 +86,10 @@ def test_states_of_a_call_fit_the_scratch(value_heads: int) -> None:
     assert count >= 1
     assert count == 1 or 2 * count * state <= SCRATCH_BYTES
     assert 2 * (count + 1) * state > SCRATCH_BYTES
+
+
+@pytest.mark.parametrize("chosen", ["triton", "flashinfer", "cutedsl"])
+def test_kernels_that_vllm_chose_compute_chunks_unless_rows_are_float32(chosen: str) -> None:
+    for dtype, kernels in (("bfloat16", chosen), ("float16", chosen), ("float32", "portable")):
+        facts = replace(GOOD, dtype=dtype, conv_dtype=dtype)
+        assert Active(facts, replay_layout(facts)).chunk_kernels(chosen) == kernels

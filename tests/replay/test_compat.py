@@ -128,7 +128,12 @@ SYMBOLS = [
         "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase",
         has=("get_kv_cache_spec", "get_attn_backend"),
     ),
-    Symbol("vllm.v1.attention.backend.MultipleOf", says=("base: int",)),
+    Symbol("vllm.config.set_current_vllm_config", takes=("vllm_config",)),
+    Symbol(
+        "vllm.v1.worker.utils.select_common_block_size",
+        takes=("kv_manager_block_size", "backends"),
+        says=("raise ValueError(",),
+    ),
     Symbol(f"{SPECS}.KVCacheLayout", only=SINCE_31),
     Symbol("vllm.v1.attention.backend.AttentionBackend.supported_kv_cache_layouts", only=SINCE_31),
     *(
@@ -142,6 +147,9 @@ SYMBOLS = [
         )
         for module, version in (("kv_cache_utils", "0.31.0"), ("kv_cache_planning", "0.33.0"))
     ),
+    # bench/serve/weights.py
+    Symbol("vllm.model_executor.model_loader.register_model_loader", calls=("load_format",)),
+    Symbol("vllm.model_executor.model_loader.dummy_loader.DummyModelLoader", has=("load_weights",)),
     # layers/gdn_replay.py
     Symbol("vllm.model_executor.custom_op"),
     Symbol("vllm.model_executor.custom_op.op_registry_oot"),

@@ -73,6 +73,9 @@ def test_packed_pages_change_no_token(
         MODEL,
         speculative_config=speculative,
         max_num_batched_tokens=64 + 4 * (DRAFTS + 1),
+        # A number of blocks would be a pool of another size, and is left unpacked.
+        num_gpu_blocks_override=None,
+        kv_cache_memory_bytes=96 << 20,
         # Part of the key, since the environment is not.
         disable_log_stats=runner == V2,
         **ARMS[arm],
