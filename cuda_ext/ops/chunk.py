@@ -152,21 +152,22 @@ def _chunk_conv_kernel(
             b_y = tl.zeros([BT, BC], tl.float32)
             if HAS_BIAS:
                 b_y += tl.load(bias + o_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
-            for back in tl.static_range(TAPS):
+            # As in conv_update.py, so that a row has the same bits in a chunk and in a step.
+            for tap in tl.static_range(TAPS):
                 # Rows of the chunk lie in qkv, older ones in the window, none before token 0.
-                o_t = i - back
+                o_t = i - (TAPS - 1 - tap)
                 in_chunk = read & (o_t >= 0)
-                p_x = qkv + (row - back)[:, None] * qkv_stride + o_c[None, :]
+                p_x = qkv + (row - (TAPS - 1 - tap))[:, None] * qkv_stride + o_c[None, :]
                 mask = in_chunk[:, None] & mask_c[None, :]
-                b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
-                if t < back:
+                b_x = tl.load(p_x, mask=mask, other=0.0)
+                if t < TAPS - 1 - tap:
                     in_window = read & (o_t < 0) & (start + o_t >= 0)
                     column = tl.where(in_window, (start + o_t) % L, 0).to(tl.int64)
                     p_w = p_conv + column[:, None] * conv_column
                     mask = in_window[:, None] & mask_c[None, :]
-                    b_x += tl.load(p_w, mask=mask, other=0.0).to(tl.float32)
-                tap = tl.load(weight + o_c * TAPS + (TAPS - 1 - back), mask=mask_c, other=0.0)
-                b_y += b_x * tap.to(tl.float32)[None, :]
+                    b_x += tl.load(p_w, mask=mask, other=0.0).to(qkv.dtype.element_ty)
+                b_tap = tl.load(weight + o_c * TAPS + tap, mask=mask_c, other=0.0)
+                b_y += (b_x * b_tap[None, :]).to(tl.float32)
             if SILU:
                 b_y = b_y / (1.0 + tl.exp(-b_y))
             # Not even the bias: rows of zeros leave a state of zeros as it is.

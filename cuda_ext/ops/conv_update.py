@@ -90,19 +90,22 @@ def _conv_kernel(
                 b_y = tl.zeros([BT, BC], tl.float32)
                 if HAS_BIAS:
                     b_y += tl.load(bias + o_c).to(tl.float32)[None, :]
-                for back in tl.static_range(TAPS):
+                # Products in the dtype of the rows and the oldest tap first, as vLLM's kernels have
+                # them, so that a prompt's rows come out with the same bits.
+                for tap in tl.static_range(TAPS):
                     # Rows of this step lie in qkv, older ones in the window, none before token 0.
-                    o_t = t + i - back
+                    o_t = t + i - (TAPS - 1 - tap)
                     in_step = (o_t >= 0) & (t + i < rows)
                     in_window = (o_t < 0) & (start + o_t >= 0) & (t + i < rows)
                     column = tl.where(in_window, (start + o_t) % L, 0).to(tl.int64)
                     p_x = qkv + (first + o_t)[:, None] * qkv_stride + o_c[None, :]
-                    b_x = tl.load(p_x, mask=in_step[:, None], other=0.0).to(tl.float32)
-                    if back > 0:
+                    b_x = tl.load(p_x, mask=in_step[:, None], other=0.0)
+                    if tap < TAPS - 1:
                         p_w = p_conv + column[:, None] * conv_column
-                        b_x += tl.load(p_w, mask=in_window[:, None], other=0.0).to(tl.float32)
-                    tap = tl.load(weight + o_c * TAPS + (TAPS - 1 - back)).to(tl.float32)
-                    b_y += b_x * tap[None, :]
+                        b_w = tl.load(p_w, mask=in_window[:, None], other=0.0)
+                        b_x += b_w.to(qkv.dtype.element_ty)
+                    b_tap = tl.load(weight + o_c * TAPS + tap)
+                    b_y += (b_x * b_tap[None, :]).to(tl.float32)
                 # The window's oldest columns are read above and may be overwritten below.
                 tl.debug_barrier()
                 mask = (t + i < rows)[:, None]

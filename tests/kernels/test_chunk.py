@@ -19,8 +19,9 @@ from steps import (
 )
 from torch import Tensor
 
-from cuda_ext.ops import reference
+from cuda_ext.ops import chunk, reference
 from cuda_ext.ops.chunk import ChunkRows, ChunkRule, portable_rule, replay_chunks, vllm_rule
+from cuda_ext.ops.conv_update import conv_update
 from cuda_ext.ops.reference import Pages, StepRows
 from cuda_ext.ops.replay import replay_decode
 from cuda_ext.ring import GdnHeads
@@ -405,6 +406,25 @@ def test_chunks_and_steps_hand_over_to_each_other(kernels: Kernels, ssm_dtype: t
             assert wrong < allowed, f"step {number}, {request}: {wrong:.2g}"
 
 
+def convolved(step: Step) -> Tensor:
+    """q, k and v [tokens, C] of the step's chunks, as its kernel gives them."""
+    return chunk._convolve(step.pages, step.weights, step.qkv, step.a, step.b, chunk_rows(step))[0]
+
+
+@pytest.mark.parametrize("start", [0, 2, 40])
+def test_a_row_has_the_same_bits_in_a_chunk_and_in_a_step(kernels: Kernels, start: int) -> None:
+    """What was decoded, a preempted request reads as a prompt."""
+    rows = 20
+    step = make(kernels, [Request(0, rows, start)], 32)
+    chunks = dataclasses.replace(step.again(), max_rows=4)
+    q = conv_update(step.pages, step.weights, step.qkv, step.a, step.b, step.rows, step.max_rows)
+    at = torch.arange(start, start + rows, device=q.device) % step.pages.k.shape[1]
+    slot = step.requests[0].slot
+    k, v = step.pages.k[slot, at], step.pages.v[slot, at]
+    decoded = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), 1)
+    assert same_bits(decoded, convolved(chunks))
+
+
 def test_a_short_window_is_refused(kernels: Kernels) -> None:
     step = make(kernels, [LENGTHS[0]])
     with pytest.raises(ValueError, match="need a conv window of 19 columns"):
@@ -440,6 +460,32 @@ def test_the_host_waits_for_nothing(portable: bool) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     check(kernels, step, before)
+
+
+@pytest.mark.cuda
+@ON_GPU
+def test_a_prompt_has_the_bits_of_vllms_convolution() -> None:
+    """So that with the same chunk kernels behind it ReplaySSM reads a prompt as vLLM does."""
+    conv1d = pytest.importorskip(
+        "vllm.model_executor.layers.mamba.ops.causal_conv1d", reason="needs vLLM"
+    )
+    kernels = Kernels("cuda", True, real=True)
+    step = make(kernels, [Request(0, rows, 0) for rows in (17, 63, 64, 65, 500)])
+    count, channels = len(step.requests), step.qkv.shape[1]
+    states_of_vllm = torch.zeros(
+        count + 1, step.heads.conv_kernel - 1, channels, dtype=step.qkv.dtype, device="cuda"
+    ).transpose(1, 2)
+    theirs = conv1d.causal_conv1d_fn(
+        step.qkv.transpose(0, 1),
+        step.weights.conv_weight,
+        step.weights.conv_bias,
+        states_of_vllm,
+        step.rows.row_start,
+        cache_indices=torch.arange(1, count + 1, dtype=torch.int32, device="cuda"),
+        has_initial_state=torch.zeros(count, dtype=torch.bool, device="cuda"),
+        activation=step.weights.activation,
+    ).transpose(0, 1)
+    assert same_bits(convolved(step), theirs)
 
 
 @pytest.mark.cuda
