@@ -103,7 +103,18 @@ def _words(code: int) -> str:
 
 
 def _in_environment(name: str, command: Sequence[str]) -> list[str]:
+    """Runs a command in an environment; none: makes it."""
     return [sys.executable, str(HERE / "environment.py"), name, "--", *command]
+
+
+def _make_environments(names: Sequence[str]) -> None:
+    """Make several at once: pip has work for one core, and for the net.
+
+    One that fails says so, and again when a part asks for it, which is where it counts.
+    """
+    makers = [subprocess.Popen(_in_environment(name, ())) for name in names]
+    for maker in makers:
+        maker.wait()
 
 
 def _provide_wheels() -> dict[str, str]:
@@ -129,8 +140,10 @@ def main(arguments: Sequence[str]) -> int:
     full = list(arguments[:1]) == ["--full"]
     given = list(arguments[full:])
     marks = [] if full else ["-m", "not slow"]
-    variables: Mapping[str, str] = dict(os.environ)
+    # As many processes as cores: a second thread of each costs more than it brings.
+    variables: Mapping[str, str] = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
     chosen = parts([*marks, *given])
+    _make_environments(list(dict.fromkeys(part.environment for part in chosen)))
     if any(part.name == "tests/replay" for part in chosen):
         variables = dict(variables) | _provide_wheels()
     codes = []

@@ -98,8 +98,11 @@ def test_all_parts_run_and_hear_why_wheels_are_missing(
         return SimpleNamespace(returncode=code)
 
     monkeypatch.setattr(suite.subprocess, "run", run)
+    made: list[str] = []
+    monkeypatch.setattr(suite, "_make_environments", made.extend)
     monkeypatch.setattr(suite, "_provide_wheels", lambda: {suite.WHEELS_MISSING: "no net"})
     assert suite.main(["-q"]) == code
+    assert made == ["gaudi-or-dev", "cpu-or-dev"]
     assert [command[2] for command, _ in calls] == ["gaudi-or-dev", "cpu-or-dev", "cpu-or-dev"]
     for command, variables in calls:
         assert command[command.index("-m", 6) + 1] == "not slow"
@@ -108,6 +111,21 @@ def test_all_parts_run_and_hear_why_wheels_are_missing(
     assert suite.main(["--full", "tests/gdn"]) == code
     ((command, _),) = calls
     assert "not slow" not in command
+
+
+def test_environments_are_made_at_once(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str]] = []
+
+    def popen(command: list[str]) -> SimpleNamespace:
+        name, *rest = command[2:]
+        assert rest == ["--"]
+        events.append(("starts", name))
+        return SimpleNamespace(wait=lambda: events.append(("is waited for", name)))
+
+    monkeypatch.setattr(suite.subprocess, "Popen", popen)
+    suite._make_environments(["a", "b"])
+    assert [event for event, _ in events] == ["starts"] * 2 + ["is waited for"] * 2
+    assert {name for _, name in events} == {"a", "b"}
 
 
 def test_wheels_are_fetched_once_and_a_failure_is_handed_on(

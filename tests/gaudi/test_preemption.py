@@ -17,11 +17,17 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=[True, False], ids=["async", "sync"])
-def engine(engines: Any, request: pytest.FixtureRequest) -> Any:
-    engine = engines(driving.small_model(), async_scheduling=request.param, **OPTIONS)
+# The scope makes pytest run all tests of one kind of scheduling together, on one engine.
+@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+def asynchronous(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def engine(engines: Any, asynchronous: bool) -> Any:
+    engine = engines(driving.small_model(), async_scheduling=asynchronous, **OPTIONS)
     assert driving.block_tokens(engine) == B
-    assert engine.scheduler.scheduler_config.async_scheduling is request.param
+    assert engine.scheduler.scheduler_config.async_scheduling is asynchronous
     return engine
 
 

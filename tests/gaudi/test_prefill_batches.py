@@ -36,7 +36,8 @@ def batch_sizes(engine: Any, seen: list[int]) -> Any:
     return driving.replaced(engine.runner, "_form_prefill_batch", formed)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+# The last engine is that of the next test.
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("bucket", [1, 4])
 def test_prompts_that_share_a_step(engines: Any, bucket: int, asynchronous: bool) -> None:
     engine = start(engines, bucket, asynchronous)

@@ -142,11 +142,17 @@ def run_schedules(engine: Any, examples: int) -> Counter[str]:
     return totals
 
 
-@pytest.fixture(params=[True, False], ids=["async", "sync"])
-def engine(engines: Any, request: pytest.FixtureRequest) -> Any:
+# The scope makes pytest run all tests of one kind of scheduling together, on one engine.
+@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+def asynchronous(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def engine(engines: Any, asynchronous: bool) -> Any:
     return engines(
         driving.small_model(),
-        async_scheduling=request.param,
+        async_scheduling=asynchronous,
         dtype="float32",
         max_num_batched_tokens=512,
         num_gpu_blocks_override=24,

@@ -11,59 +11,11 @@ import pytest
 from vllm_gaudi_ext.scheduler import GdnAsyncScheduler, GdnScheduler
 
 B = 384
-
-
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_chunks_end_on_block_boundaries_and_fill_the_budget(
-    engines: Any, asynchronous: bool
-) -> None:
-    engine = engines(max_num_batched_tokens=1024, async_scheduling=asynchronous)
-    expected = GdnAsyncScheduler if asynchronous else GdnScheduler
-    assert type(engine.scheduler) is expected
-    with driving.watched(engine) as seen:
-        engine.run([harness.prompt(1, 1500)], max_tokens=2, salt=driving.salt())
-    (chunks,) = seen.chunks().values()
-    # 1,024 tokens hold two blocks; the tail runs from the last boundary to the end.
-    assert chunks[:3] == [(0, 2 * B), (2 * B, B), (3 * B, 1500 - 3 * B)]
-
-
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_live_block_size_stays_b_when_the_config_is_completed_again(
-    engines: Any, asynchronous: bool
-) -> None:
-    """vLLM completes the config once more when the engine's handshake ends."""
-    engine = engines(max_num_batched_tokens=1024, async_scheduling=asynchronous)
-    config = engine.core.vllm_config
-    before = (config.cache_config.block_size, config.cache_config.mamba_block_size)
-    assert before == (B, B)
-    config.__post_init__()
-    assert (config.cache_config.block_size, config.cache_config.mamba_block_size) == before
-    cached = engine.run([harness.prompt(2, B + 9)] * 2, max_tokens=2, salt=driving.salt())
-    assert cached[0].tokens == cached[1].tokens
-
-
-def test_flipped_block_size_stops_the_engine_instead_of_cutting_elsewhere(engines: Any) -> None:
-    engine = engines(max_num_batched_tokens=1024)
-    engine.core.vllm_config.cache_config.block_size = 128
-    with pytest.raises(RuntimeError, match=r"128 tokens.*B=384"):
-        engine.run([harness.prompt(3, 900)], max_tokens=1, salt=driving.salt())
-    engines.stop()
-
-
-def test_every_request_advances_in_a_small_budget(engines: Any) -> None:
-    """Case C20: the smallest legal budget, and as many sequences as it admits."""
-    engine = engines(max_num_batched_tokens=512, max_num_seqs=8)
-    prompts = [harness.prompt(10 + i, 500 + 60 * i) for i in range(8)]
-    with driving.watched(engine) as seen:
-        results = engine.run(prompts, max_tokens=12, salt=driving.salt())
-    assert all(len(r.tokens) == 12 for r in results)
-    idle = [s for s in seen.steps if s.total_num_scheduled_tokens == 0]
-    assert len(idle) <= 2, "a step without progress while requests wait"
-    longest_wait = max(
-        len(seen.steps) - sum(name in s.num_scheduled_tokens for s in seen.steps)
-        for name in seen.chunks()
-    )
-    assert longest_wait < len(seen.steps)
+# The scope makes pytest run all tests of one kind together, on one engine; those that ask for one
+# kind stand beside them.
+each_kind = pytest.mark.parametrize(
+    "asynchronous", [True, False], ids=["async", "sync"], scope="module"
+)
 
 
 class Item:
@@ -153,6 +105,35 @@ def test_streaming_input_session_is_rejected_alone(engines: Any) -> None:
     assert driving.free_slots(engine) + len(engine.runner._gdn_req_to_base_slot) == 4
 
 
+@each_kind
+def test_chunks_end_on_block_boundaries_and_fill_the_budget(
+    engines: Any, asynchronous: bool
+) -> None:
+    engine = engines(max_num_batched_tokens=1024, async_scheduling=asynchronous)
+    expected = GdnAsyncScheduler if asynchronous else GdnScheduler
+    assert type(engine.scheduler) is expected
+    with driving.watched(engine) as seen:
+        engine.run([harness.prompt(1, 1500)], max_tokens=2, salt=driving.salt())
+    (chunks,) = seen.chunks().values()
+    # 1,024 tokens hold two blocks; the tail runs from the last boundary to the end.
+    assert chunks[:3] == [(0, 2 * B), (2 * B, B), (3 * B, 1500 - 3 * B)]
+
+
+@each_kind
+def test_live_block_size_stays_b_when_the_config_is_completed_again(
+    engines: Any, asynchronous: bool
+) -> None:
+    """vLLM completes the config once more when the engine's handshake ends."""
+    engine = engines(max_num_batched_tokens=1024, async_scheduling=asynchronous)
+    config = engine.core.vllm_config
+    before = (config.cache_config.block_size, config.cache_config.mamba_block_size)
+    assert before == (B, B)
+    config.__post_init__()
+    assert (config.cache_config.block_size, config.cache_config.mamba_block_size) == before
+    cached = engine.run([harness.prompt(2, B + 9)] * 2, max_tokens=2, salt=driving.salt())
+    assert cached[0].tokens == cached[1].tokens
+
+
 def test_structured_request_is_rejected_alone_under_synchronous_scheduling(engines: Any) -> None:
     """In vllm-gaudi 0.26.0 it would put made-up tokens into its neighbours' answers."""
     from vllm.sampling_params import StructuredOutputsParams
@@ -167,3 +148,27 @@ def test_structured_request_is_rejected_alone_under_synchronous_scheduling(engin
     run.drain()
     assert run.outputs["grammar"].outputs[0].finish_reason == "error"
     assert run.result("plain").distance(cold) == 0.0
+
+
+def test_flipped_block_size_stops_the_engine_instead_of_cutting_elsewhere(engines: Any) -> None:
+    engine = engines(max_num_batched_tokens=1024)
+    engine.core.vllm_config.cache_config.block_size = 128
+    with pytest.raises(RuntimeError, match=r"128 tokens.*B=384"):
+        engine.run([harness.prompt(3, 900)], max_tokens=1, salt=driving.salt())
+    engines.stop()
+
+
+def test_every_request_advances_in_a_small_budget(engines: Any) -> None:
+    """Case C20: the smallest legal budget, and as many sequences as it admits."""
+    engine = engines(max_num_batched_tokens=512, max_num_seqs=8)
+    prompts = [harness.prompt(10 + i, 500 + 60 * i) for i in range(8)]
+    with driving.watched(engine) as seen:
+        results = engine.run(prompts, max_tokens=12, salt=driving.salt())
+    assert all(len(r.tokens) == 12 for r in results)
+    idle = [s for s in seen.steps if s.total_num_scheduled_tokens == 0]
+    assert len(idle) <= 2, "a step without progress while requests wait"
+    longest_wait = max(
+        len(seen.steps) - sum(name in s.num_scheduled_tokens for s in seen.steps)
+        for name in seen.chunks()
+    )
+    assert longest_wait < len(seen.steps)

@@ -33,6 +33,9 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # The tensors are tiny: a second thread costs more than it brings.
     "OMP_NUM_THREADS": "1",
+    # The drafter `ngram` starts Numba's threads, by the same library as torch's, which then has as
+    # many for the rest of the process; vLLM asks Numba for one.
+    "NUMBA_NUM_THREADS": "1",
 }
 """What the engine process needs; a value that is already set wins, but for the first two."""
 
