@@ -208,6 +208,10 @@ class Backend:
     def __init__(self, name: str) -> None:
         self.name, self.value = name, f"vllm.{name}"
 
+    def __repr__(self) -> str:
+        # Part of the tests' ids, which all processes of a run must agree on.
+        return self.name
+
 
 @pytest.mark.parametrize(
     ("arguments", "packs"),
