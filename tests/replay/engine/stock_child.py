@@ -43,6 +43,7 @@ def _states(layer: Any) -> list[Any]:
 
 
 def main(model: Path) -> dict[str, Any]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     common: dict[str, Any] = {"dtype": "bfloat16", "num_gpu_blocks_override": None}
     found: dict[str, Any] = {}
     engine = replay_engine.Engine(model, **common)
@@ -62,5 +63,4 @@ def main(model: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     Path(sys.argv[2]).write_text(json.dumps(main(Path(sys.argv[1]))))

@@ -1,6 +1,6 @@
 """Where ReplaySSM is not active, vLLM is what it is without this package.
 
-The same script runs with the plugin in this process, and without `VLLM_PLUGINS` in another.
+Two processes run the same script, one without `VLLM_PLUGINS`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 import replay_engine
-import stock_child
 
 SCRIPT = Path(__file__).with_name("stock_child.py")
 
 
-def run_without_plugin(model: Path, result: Path) -> Any:
+def run(model: Path, plugins: str | None, result: Path) -> Any:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(model), str(result)],
-        env=replay_engine.environment(None),
+        env=replay_engine.environment(plugins),
         capture_output=True,
         text=True,
         timeout=600,
@@ -33,14 +32,13 @@ def run_without_plugin(model: Path, result: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def both(
-    models: Callable[[Any], Path], engines: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Any:
+def both(models: Callable[[Any], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(without the plugin, with it)"""
-    model = models(replay_engine.SMALL)
-    without = run_without_plugin(model, tmp_path_factory.mktemp("stock") / "without.json")
-    engines.stop()
-    return without, json.loads(json.dumps(stock_child.main(model)))
+    folder, model = tmp_path_factory.mktemp("stock"), models(replay_engine.SMALL)
+    return (
+        run(model, None, folder / "without.json"),
+        run(model, "gaudi_ext", folder / "with.json"),
+    )
 
 
 def test_the_plugin_was_loaded_in_one_of_them(both: Any) -> None:
