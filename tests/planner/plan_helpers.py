@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from vllm_gaudi_ext.planner.config import DrafterOverrides
 from vllm_gaudi_ext.planner.facts import load_facts
@@ -18,6 +21,9 @@ DRAFTER_35B = "z-lab/Qwen3.5-35B-A3B-DFlash"
 # The 35B drafter as the ReplaySSM write-up's 4 KiB a token a layer describe it; public revisions
 # disagree, so the planner takes it from the command line only.
 WRITE_UP_35B = DrafterOverrides(layers=6, kv_heads=8, head_dim=128, sliding_layers=0)
+
+EIGHT_LAYERS = DrafterOverrides(layers=8, kv_heads=8, head_dim=128, sliding_layers=0)
+DRAFTING = {"method": "dflash", "model": DRAFTER_4B, "num_speculative_tokens": 15}
 
 
 def plan_of(model: str, **options: Any) -> Plan:
@@ -66,3 +72,29 @@ def model_config(name: str) -> dict[str, Any]:
             "out_hidden_size": keys["hidden_size"],
         },
     }
+
+
+def serve_yaml(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str | None = None, **arguments: Any
+) -> Path:
+    """A serve.yaml of the 4B, for which vLLM's parser gives `arguments`; a recipe.yaml beside it.
+
+    Args:
+        folder: of both files.
+        monkeypatch: stands in for the parser.
+        recipe: content of the recipe.yaml; None for none.
+        arguments: beside the model, prefix caching off, and 15 drafts.
+    """
+    path = folder / "serve.yaml"
+    path.write_text("model: Qwen/Qwen3.5-4B\n", encoding="utf-8")
+    if recipe is not None:
+        (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    given = {
+        "model": "Qwen/Qwen3.5-4B",
+        "enable_prefix_caching": False,
+        "speculative_config": DRAFTING,
+        **arguments,
+    }
+    parsed = argparse.Namespace(**given)
+    monkeypatch.setattr("vllm_gaudi_ext.planner.serve_args.parse_serve_yaml", lambda given: parsed)
+    return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
-from plan_helpers import DRAFTER_4B, DRAFTER_35B, plan_of
+from plan_helpers import DRAFTER_4B, DRAFTER_35B, DRAFTING, EIGHT_LAYERS, plan_of, serve_yaml
 from typer.testing import CliRunner
 
 from cuda_ext.packing import attention_layers
@@ -22,8 +21,6 @@ from vllm_gaudi_ext.planner.plan import PACKING_VLLMS, WHOLE_BLOCK_BACKENDS, Pla
 from vllm_gaudi_ext.planner.request import Options, make_deployment
 from vllm_gaudi_ext.planner.serve_args import recipe_vllm
 from vllm_gaudi_ext.versions import VLLM_FOR_REPLAY
-
-EIGHT_LAYERS = DrafterOverrides(layers=8, kv_heads=8, head_dim=128, sliding_layers=0)
 
 
 def replay_of(model: str = "Qwen3.5-4B", **options: Any) -> Side:
@@ -159,25 +156,11 @@ def test_every_vllm_that_replay_is_served_with_packs_but_the_oldest() -> None:
     assert "0.26.0" in left[0]
 
 
-DRAFTING = {"method": "dflash", "model": DRAFTER_4B, "num_speculative_tokens": 15}
-
-
 def serve(
     folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str | None = None, **arguments: Any
 ) -> bool:
     """Whether a serve.yaml of the 4B with these arguments packs."""
-    path = folder / "serve.yaml"
-    path.write_text("model: Qwen/Qwen3.5-4B\n", encoding="utf-8")
-    if recipe is not None:
-        (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    given = {
-        "model": "Qwen/Qwen3.5-4B",
-        "enable_prefix_caching": False,
-        "speculative_config": DRAFTING,
-        **arguments,
-    }
-    parsed = argparse.Namespace(**given)
-    monkeypatch.setattr("vllm_gaudi_ext.planner.serve_args.parse_serve_yaml", lambda given: parsed)
+    path = serve_yaml(folder, monkeypatch, recipe, **arguments)
     monkeypatch.setattr("vllm_gaudi_ext.planner.request._with_reading", lambda options: options)
     deployment = make_deployment(Options(serve=path, platform="h200"))
     return deployment.may_pack

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_helpers import DRAFTER_4B, DRAFTER_35B, codes, plan_of
+from plan_helpers import DRAFTER_4B, DRAFTER_35B, EIGHT_LAYERS, codes, plan_of, serve_yaml
 from typer.testing import CliRunner
 
 from vllm_gaudi_ext.cli.app import app
-from vllm_gaudi_ext.planner.config import DrafterOverrides
 from vllm_gaudi_ext.planner.findings import findings
 from vllm_gaudi_ext.planner.plan import Plan, make_plan
 from vllm_gaudi_ext.planner.request import Options, make_deployment
 from vllm_gaudi_ext.planner.serve_args import recipe_names_plugin
 
-EIGHT_LAYERS = DrafterOverrides(layers=8, kv_heads=8, head_dim=128, sliding_layers=0)
 NAMED = "env:\n  VLLM_PLUGINS: other,gaudi_ext\n"
 
 
@@ -39,22 +36,7 @@ def of_serve_yaml(
     **typed: Any,
 ) -> Plan:
     """The plan of a serve.yaml of the 4B, with the arguments that vLLM's parser makes of it."""
-    path = folder / "serve.yaml"
-    path.write_text("model: Qwen/Qwen3.5-4B\n", encoding="utf-8")
-    if recipe is not None:
-        (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    given = {
-        "model": "Qwen/Qwen3.5-4B",
-        "enable_prefix_caching": False,
-        "speculative_config": {
-            "method": "dflash",
-            "model": DRAFTER_4B,
-            "num_speculative_tokens": 15,
-        },
-        **(arguments or {}),
-    }
-    parsed = argparse.Namespace(**given)
-    monkeypatch.setattr("vllm_gaudi_ext.planner.serve_args.parse_serve_yaml", lambda given: parsed)
+    path = serve_yaml(folder, monkeypatch, recipe, **(arguments or {}))
     return make_plan(make_deployment(Options(serve=path, platform="h200", **typed)), findings)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from cuda_ext.bench.copy_task.score import LOST_EVERY
 from cuda_ext.bench.faults import lost_rows
 from cuda_ext.bench.soak import load
 from cuda_ext.bench.soak.checks import Sample, Tally, Usual, growth
@@ -25,7 +24,7 @@ NEARLY_ALIKE = 2e-4
 WITH_LOGPROBS = 8
 """One request in so many asks for them."""
 FAULTS = ("lost-row", "leaked-block")
-"""To see the gate red: what `copy_task.score` plants, and a block that never comes back."""
+"""To see the gate red: a row lost in each fold, and a block that never comes back."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +317,7 @@ def _counters(llm: Any) -> dict[str, float]:
 
 def serve(job: Job, answers: Sequence[Sequence[int]], usual: Usual | None) -> dict[str, Any]:
     """Run the load in this process; what `checks.problems` reads, with `tally` and `samples`."""
-    with lost_rows(LOST_EVERY) if job.fault == "lost-row" else nullcontext():
+    with lost_rows() if job.fault == "lost-row" else nullcontext():
         return _serve(job, answers, usual)
 
 
