@@ -36,8 +36,12 @@ def conv_rows(
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Causal depthwise convolution of the rows of one request, and its activation.
+
+    Where rows and weights are both of 16 bits, each product is rounded to them before it is summed:
+    vLLM's causal_conv1d_fn does so, and a prompt shall be read as it is there.
 
     Args:
         history: [W - 1, C], inputs of the positions just before `rows`, oldest first.
@@ -45,24 +49,28 @@ def conv_rows(
         weight: [C, W]; tap W - 1 meets the newest input.
         bias: [C], or None.
         activation: "silu", its other name "swish", or None.
+        dtype: of the sums; by default float32, or float64 where `rows` are.
 
     Returns:
-        [T, C] in float32, or float64 where `rows` are.
+        [T, C] in `dtype`.
 
     Raises:
         ValueError: the activation is none of these.
     """
     if activation not in ("silu", "swish", None):
         raise ValueError(f"conv activation {activation!r} is none of 'silu', 'swish', None")
-    dtype = _at_least_float32(rows)
+    dtype = dtype or _at_least_float32(rows)
+    products = torch.promote_types(rows.dtype, weight.dtype)
+    if products.itemsize > 2:
+        products = dtype
     count, taps = len(rows), weight.shape[1]
-    inputs = torch.cat((history, rows)).to(dtype)
-    weight = weight.to(dtype)
-    result = inputs[taps - 1 :] * weight[:, taps - 1]
-    for tap in range(taps - 1):
-        result.addcmul_(inputs[tap : tap + count], weight[:, tap])
+    inputs = torch.cat((history.to(rows.dtype), rows)).to(products)
+    weight = weight.to(products)
+    result = torch.zeros(rows.shape, dtype=dtype, device=rows.device)
     if bias is not None:
         result += bias.to(dtype)
+    for tap in range(taps):
+        result += inputs[tap : tap + count] * weight[:, tap]
     return functional.silu(result) if activation else result
 
 
@@ -380,7 +388,6 @@ def replay_step(
     history = heads.conv_kernel - 1
     dtype, ring_dtype = _at_least_float32(pages.ssm), pages.k.dtype
     requests = _checked_rows(pages, heads, rows, max_rows, len(qkv))
-    conv_weight = weights.conv_weight.to(_at_least_float32(qkv))
     A_log, dt_bias = weights.A_log.to(dtype), weights.dt_bias.to(dtype)
     a, b = a.to(pages.a.dtype), b.to(pages.b.dtype)
     g, beta = gates(a.to(dtype), b.to(dtype), A_log, dt_bias)
@@ -408,7 +415,7 @@ def replay_step(
         mixed = conv_rows(
             _history(window, start, history),
             qkv[part],
-            conv_weight,
+            weights.conv_weight,
             weights.conv_bias,
             weights.activation,
         ).to(ring_dtype)

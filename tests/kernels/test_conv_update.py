@@ -27,21 +27,21 @@ REQUESTS = [
 
 
 def mixed_rows(step: Step, i: int) -> tuple[Tensor, ...]:
-    """q, k and v [T, heads, dim] of request i in float64, from the inputs and the old window."""
+    """q, k and v [T, heads, dim] of request i, in float64, from inputs and window."""
     heads, request = step.heads, step.requests[i]
     history = heads.conv_kernel - 1
-    window = step.pages.conv[request.slot].double()
+    window = step.pages.conv[request.slot]
     past = window.new_zeros(history, heads.conv_channels)
     for back in range(1, history + 1):
         if request.start - back >= 0:
             past[history - back] = window[(request.start - back) % len(window)]
-    bias = step.weights.conv_bias
     mixed = reference.conv_rows(
         past,
-        step.qkv[step.part(i)].double(),
-        step.weights.conv_weight.double(),
-        None if bias is None else bias.double(),
+        step.qkv[step.part(i)],
+        step.weights.conv_weight,
+        step.weights.conv_bias,
         step.weights.activation,
+        torch.float64,
     )
     H, HV, K, V = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
     q, k, v = mixed.split((H * K, H * K, HV * V), 1)

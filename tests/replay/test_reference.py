@@ -256,6 +256,23 @@ def test_conv_rows_equal_the_convolution_of_the_whole_request(
         assert_close("conv", got, want[5:], tolerance(dtype, 1, heads), first=5)
 
 
+def test_products_of_16_bits_are_rounded_before_they_are_summed() -> None:
+    """The square of 1 + 2^-7 has 15 bits, of which a bfloat16 keeps 8."""
+    row = torch.full((1, 1), 1 + 2**-7, dtype=torch.bfloat16)
+    weight = torch.full((1, 2), 1 + 2**-7, dtype=torch.bfloat16)
+    rounded = float((row * weight[:, :1]).double())
+    exact = (1 + 2**-7) ** 2
+    assert rounded != exact
+    for dtype in (torch.float32, torch.float64):
+        got = conv_rows(row, row, weight, None, None, dtype)
+        assert got.dtype == dtype
+        assert float(got) == 2 * rounded
+        wide = conv_rows(row.to(dtype), row.to(dtype), weight, None, None)
+        assert float(wide) == 2 * exact
+        mixed = conv_rows(row, row, weight.float(), None, None, dtype)
+        assert float(mixed) == 2 * exact
+
+
 def test_an_unknown_activation_is_refused() -> None:
     with pytest.raises(ValueError, match="'gelu' is none of 'silu'"):
         conv_rows(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(2, 2), None, "gelu")
