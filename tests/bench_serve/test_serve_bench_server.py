@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import bench_data
 import pytest
 
 from cuda_ext.bench.serve import server
-from cuda_ext.bench.serve.arms import OutOfTime
+from cuda_ext.bench.serve.arms import ArmFailed, OutOfTime
 from cuda_ext.bench.serve.config import arm_environment, arm_flags
 from cuda_ext.bench.serve.load import Point
 from cuda_ext.bench.serve.server import (
     ServerArm,
     client_arguments,
+    last_words,
     metric_labels,
     metric_sums,
     records_of,
     server_problems,
+    switches_off,
 )
 
 METRICS = """\
@@ -118,6 +122,24 @@ def test_a_server_needs_a_checkpoint_with_a_tokenizer() -> None:
     assert told.startswith("serve.skip-tokenizer-init")
 
 
+def test_a_false_flag_is_said_on_the_command_line() -> None:
+    """vLLM 0.31.0 passes over it in the file, and one arm would have a prefix cache."""
+    assert switches_off(arm_flags(bench_data.config(), "stock")) == ["--no-enable-prefix-caching"]
+    assert switches_off({"a-b": False, "c": True, "d": 0, "e": None}) == ["--no-a-b"]
+
+
+def test_a_servers_last_words_are_its_errors(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    assert last_words(log) == ""
+    lines = [f"(EngineCore pid=1) INFO 11-30 [shutdown] line {number}" for number in range(40)]
+    log.write_text("\n".join(lines))
+    assert last_words(log).splitlines()[-1] == lines[-1]
+    error = "(EngineCore pid=1) ERROR 11-30 [core.py:1] ValueError: no room"
+    harmless = "(APIServer pid=2) WARNING 11-30 [u.py:2] may end in `OSError: too many files`"
+    log.write_text("\n".join([harmless, error, error, *lines]))
+    assert last_words(log) == "ValueError: no room"
+
+
 def alive(pid: int) -> bool:
     """Neither gone nor a zombie that nobody asks for."""
     try:
@@ -126,25 +148,126 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_servers_engine_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the server hears nothing, and its engine would be left with the device."""
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((server.HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ServerArm]]:
+    """Makes an arm of that model whose server is the stub; it is stopped at the end."""
     monkeypatch.setattr(ServerArm, "module", "stub_server")
     monkeypatch.setattr(server, "READY_POLL_S", 0.02)
+    monkeypatch.setattr(server, "CLIENT_POLL_S", 0.02)
     monkeypatch.setattr(server, "STOP_S", 0.1)
     here = str(Path(__file__).resolve().parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+    made: list[ServerArm] = []
+
+    def make(model: str, **changes: object) -> ServerArm:
+        load = bench_data.CONTENT["load"] | {"warm_up": {"before_each_point": 0}}
+        config = bench_data.config(serve=bench_data.CONTENT["serve"] | {"model": model}, load=load)
+        flags = arm_flags(config, "stock") | changes
+        environment = arm_environment(config, "stock")
+        made.append(
+            ServerArm("stock", config, flags, environment, tmp_path, None, port=free_port())
+        )
+        return made[-1]
+
+    yield make
+    for arm in made:
+        arm.stop(force=True)
+
+
+def start(arm: ServerArm) -> dict[str, object]:
+    pytest.importorskip("prometheus_client", reason="needs prometheus_client, not installed here")
+    return arm.start(lambda _: None)
+
+
+def measure(arm: ServerArm) -> None:
+    arm.point(Point(4, None, 32, 4), 0, lambda _: None)
+
+
+def gone(pid: int) -> bool:
+    """Killed is not yet gone."""
+    for _ in range(500):
+        if not alive(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_server_tells_of_itself(stub: Callable[..., ServerArm]) -> None:
+    facts = start(stub("well"))
+    assert (facts["vllm"], facts["num_gpu_blocks"], facts["drafts"]) == ("stub", 64, 15)
+    assert facts["prefix_caching"] is facts["replay_active"] is False
+
+
+def test_a_server_with_a_prefix_cache_is_refused(stub: Callable[..., ServerArm]) -> None:
+    with pytest.raises(ArmFailed, match="enable_prefix_caching is 'True'"):
+        start(stub("well", **{"enable-prefix-caching": True}))
+
+
+def test_a_port_that_another_listens_on_is_refused(stub: Callable[..., ServerArm]) -> None:
+    arm = stub("well")
+    with socket.socket() as other:
+        other.bind((server.HOST, arm._port))
+        other.listen()
+        with pytest.raises(ArmFailed, match=f"port {arm._port} can't be had"):
+            arm.start(lambda _: None)
+
+
+def test_a_server_that_is_killed_ends_its_point(
+    stub: Callable[..., ServerArm], tmp_path: Path
+) -> None:
+    """Its client would wait on, or come back with a result in which all requests failed."""
+    arm = stub("killed")
+    start(arm)
+    with pytest.raises(ArmFailed, match="vllm serve ended with -9"):
+        measure(arm)
+    assert gone(int((tmp_path / "client.pid").read_text()))
+
+
+def test_a_result_of_a_server_whose_engine_died_is_none(stub: Callable[..., ServerArm]) -> None:
+    arm = stub("sick")
+    start(arm)
+    with pytest.raises(ArmFailed, match="/health said 503\nRuntimeError: the engine is sick"):
+        measure(arm)
+
+
+def test_a_server_that_is_gone_fails_whatever_is_asked_of_it(
+    stub: Callable[..., ServerArm],
+) -> None:
+    arm = stub("well")
+    start(arm)
+    assert arm._process is not None
+    arm._process.kill()
+    arm._process.wait()
+    for ask in (
+        arm.sleep,
+        arm.wake,
+        lambda: measure(arm),
+        lambda: arm._complete([1], 1, score=True),
+    ):
+        with pytest.raises(ArmFailed, match="vllm serve ended with -9"):
+            ask()
+
+
+def test_a_servers_engine_ends_with_it(
+    stub: Callable[..., ServerArm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the server hears nothing, and its engine would be left with the device."""
     told = tmp_path / "engine.pid"
 
-    def until_told(self: ServerArm) -> None:
+    def until_told(self: ServerArm, awaited: str) -> None:
         assert self._process is not None
         assert self._process.poll() is None
         if told.is_file():
             raise OutOfTime("the engine is there")
 
     monkeypatch.setattr(ServerArm, "_check_alive", until_told)
-    config = bench_data.config()
-    flags, environment = arm_flags(config, "stock"), arm_environment(config, "stock")
-    arm = ServerArm("stock", config, flags, environment, tmp_path, None, port=1)
+    arm = stub("deaf")
     try:
         with pytest.raises(OutOfTime):
             arm.start(lambda _: None)
@@ -155,12 +278,7 @@ def test_a_servers_engine_ends_with_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert arm._process is not None
     assert arm._process.returncode == -signal.SIGKILL
     try:
-        # Killed is not yet gone.
-        for _ in range(500):
-            if not alive(engine):
-                break
-            time.sleep(0.01)
-        assert not alive(engine)
+        assert gone(engine)
     finally:
         if alive(engine):
             os.kill(engine, signal.SIGKILL)

@@ -13,11 +13,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,18 @@ from cuda_ext.bench.serve.load import Point, Request
 from cuda_ext.bench.serve.measure import EngineFigures, Record, Run
 from vllm_gaudi_ext import envs
 
+HOST = "127.0.0.1"
 POLL_S = 0.25
 READY_POLL_S = 1.0
+CLIENT_POLL_S = 1.0
+ANSWER_S = 600.0
+"""For an answer to one call, where the deadline is not sooner."""
 FIT_TOKENS = 8192
 _FIT = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
 _ACTIVE = "ReplaySSM is active for"
+_ERROR = re.compile(r"\b\w*(Error|Exception): .*")
+_HARMLESS = re.compile(r" (INFO|WARNING) ")
+LAST_ERRORS = 5
 _GAUGES = {
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",
@@ -130,33 +138,60 @@ def records_of(result: Mapping[str, Any], asked_tokens: int) -> list[Record]:
     ]
 
 
-class _Sampler:
-    """Reads `/metrics` while a point runs."""
+def last_words(log: Path) -> str:
+    """Why a server ended: the last different errors in its log, or its last lines if it has none.
 
-    def __init__(self, client: httpx.Client, tick: Tick, of: int) -> None:
-        self._client, self._tick, self._of = client, tick, of
+    An engine's own error is followed by pages of those that it leads to, and of the shutdown.
+    """
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    found = [_ERROR.search(line) for line in lines if not _HARMLESS.search(line)]
+    errors = list(dict.fromkeys(one[0] for one in found if one))
+    return "\n".join(errors[-LAST_ERRORS:]) or log_tail(log)
+
+
+def switches_off(flags: Mapping[str, Any]) -> list[str]:
+    """The flags that are false, as options.
+
+    vLLM 0.31.0 passes over a false in the file of `--config`: it looks for the `--no-` form among
+    the options of the program, where those of `serve` are not.
+    """
+    return [f"--no-{name}" for name, value in flags.items() if value is False]
+
+
+class _Sampler:
+    """Asks for the metrics while a point runs.
+
+    Args:
+        read: gives `metric_sums`.
+        tick: hears of each.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, float]], tick: Tick) -> None:
+        self._read, self._tick = read, tick
         self._end = threading.Event()
         self.most = dict.fromkeys(_GAUGES, 0.0)
         self.before = self._read()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def _read(self) -> dict[str, float]:
-        return metric_sums(self._client.get("/metrics").text)
-
     def _watch(self) -> None:
         while not self._end.wait(POLL_S):
             try:
                 found = self._read()
-            except httpx.HTTPError:
+            except (ArmFailed, OutOfTime):
+                # Whoever waits for the client finds out.
                 continue
             for name in _GAUGES:
                 self.most[name] = max(self.most[name], found[name])
             self._tick({"running": int(found["running"]), "waiting": int(found["waiting"])})
 
-    def figures(self) -> EngineFigures:
-        """Stops, and gives what was seen."""
+    def end(self) -> None:
+        """Ask no more."""
         self._end.set()
+
+    def figures(self) -> EngineFigures:
+        """Ends, and gives what was seen."""
+        self.end()
         self._thread.join()
         after = self._read()
         since = {name: int(after[name] - self.before[name]) for name in _COUNTERS}
@@ -196,14 +231,26 @@ class ServerArm:
         folder.mkdir(parents=True, exist_ok=True)
         self._flags = folder / f"{arm}.yaml"
         self._flags.write_text(yaml.safe_dump(dict(flags), sort_keys=False))
+        self._off = switches_off(flags)
         self._model = str(flags.get("served-model-name") or flags["model"])
         self._tokenizer = str(flags.get("tokenizer") or flags["model"])
-        self._environment = envs.with_overrides({"VLLM_SERVER_DEV_MODE": "1", **environment})
+        variables = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            # A server's engine is a process of its own.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            # `_facts` reads lines of this level.
+            "VLLM_LOGGING_LEVEL": "INFO",
+            **environment,
+        }
+        self._environment = envs.with_overrides(variables)
+        # The same in both arms; and its library goes by a proxy if there is one.
+        self._client_environment = self._environment | {"VLLM_PLUGINS": "", "no_proxy": HOST}
         self._port = port + (arm == "replay")
-        self._url = f"http://127.0.0.1:{self._port}"
+        self._url = f"http://{HOST}:{self._port}"
         self.log = folder / f"{arm}.log"
+        self._client_log = folder / f"{arm}.client.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._client = httpx.Client(base_url=self._url, timeout=600.0)
+        self._client = httpx.Client(base_url=self._url, timeout=ANSWER_S, trust_env=False)
 
     def _left(self) -> float | None:
         return None if self._deadline is None else self._deadline - time.monotonic()
@@ -211,11 +258,15 @@ class ServerArm:
     def start(self, tick: Tick) -> dict[str, Any]:
         """Start the server and wait until it answers."""
         begin = time.monotonic()
+        self._check_port()
         command = [sys.executable, "-m", self.module, "serve"]
-        command += ["--config", str(self._flags), "--host", "127.0.0.1", "--port", str(self._port)]
+        command += ["--config", str(self._flags), "--host", HOST, "--port", str(self._port)]
+        # Of the log's last lines each would tell of a look at the metrics.
+        command += [*self._off, "--disable-uvicorn-access-log"]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
@@ -223,7 +274,7 @@ class ServerArm:
                 start_new_session=True,
             )
         while True:
-            self._check_alive()
+            self._check_alive("ready")
             try:
                 if self._client.get("/health", timeout=5.0).status_code == 200:
                     break
@@ -232,14 +283,47 @@ class ServerArm:
             time.sleep(READY_POLL_S)
         return self._facts(time.monotonic() - begin)
 
-    def _check_alive(self) -> None:
+    def _check_port(self) -> None:
+        """Another's server there would be measured in place of this one."""
+        with socket.socket() as probe:
+            # As vLLM takes it: one that was closed a moment ago is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, self._port))
+            except OSError as error:
+                raise ArmFailed(
+                    f"{self.arm}: port {self._port} can't be had ({error.strerror}); name another "
+                    "with --port"
+                ) from None
+
+    def _check_alive(self, awaited: str) -> None:
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
-            raise ArmFailed(f"{self.arm}: vllm serve ended with {code}\n{log_tail(self.log)}")
+            raise ArmFailed(f"{self.arm}: vllm serve ended with {code}\n{last_words(self.log)}")
         left = self._left()
         if left is not None and left <= 0:
-            raise OutOfTime(f"{self.arm}: not ready before the deadline")
+            raise OutOfTime(f"{self.arm}: not {awaited} before the deadline")
+
+    def _ask(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """The server's answer to one call."""
+        left = self._left()
+        timeout = ANSWER_S if left is None else min(max(left, 0.1), ANSWER_S)
+        try:
+            answer = self._client.request(method, path, timeout=timeout, **content)
+        except httpx.HTTPError as error:
+            self._check_alive(f"answered {path}")
+            told = f"{type(error).__name__}: {error}"
+            raise ArmFailed(f"{self.arm}: {path}: {told}\n{last_words(self.log)}") from None
+        if answer.status_code != 200:
+            told = f"{answer.status_code} {answer.text[:500]}".rstrip()
+            # 5xx: the engine may have died of something.
+            why = f"\n{last_words(self.log)}" if answer.is_server_error else ""
+            raise ArmFailed(f"{self.arm}: {path} said {told}{why}")
+        return answer
+
+    def _metrics(self) -> dict[str, float]:
+        return metric_sums(self._ask("GET", "/metrics").text)
 
     def _facts(self, seconds: float) -> dict[str, Any]:
         log = self.log.read_text(errors="replace")
@@ -247,15 +331,22 @@ class ServerArm:
         fits = None
         if found and int(found.group(1).replace(",", "")) == FIT_TOKENS:
             fits = float(found.group(2))
-        cache = metric_labels(self._client.get("/metrics").text, "vllm:cache_config_info")
+        cache = metric_labels(self._ask("GET", "/metrics").text, "vllm:cache_config_info")
+        caching = cache.get("enable_prefix_caching")
+        # `config._problems` has it that both arms are to be without.
+        if caching != "False":
+            raise ArmFailed(
+                f"{self.arm}: enable_prefix_caching is {caching!r} by the server's metrics, and "
+                "serve.enable-prefix-caching says false"
+            )
         drafts = self._config.flag("speculative-config") or {}
         return {
-            "vllm": self._client.get("/version").json().get("version"),
+            "vllm": self._ask("GET", "/version").json().get("version"),
             "start_s": round(seconds, 1),
             "replay_active": _ACTIVE in log,
             "drafts": drafts.get("num_speculative_tokens", 0),
             "num_gpu_blocks": int(cache["num_gpu_blocks"]) if "num_gpu_blocks" in cache else None,
-            "prefix_caching": cache.get("enable_prefix_caching"),
+            "prefix_caching": False,
             "fit_8k": fits,
         }
 
@@ -270,11 +361,12 @@ class ServerArm:
         if settling:
             quiet = Point(settling, None, loads.SETTLING_TOKENS, settling)
             self._bench(quiet, -1, lambda _: None)
-        sampler = _Sampler(self._client, tick, point.requests)
+        sampler = _Sampler(self._metrics, tick)
         try:
             result = self._bench(point, run, tick)
         finally:
-            engine = sampler.figures()
+            sampler.end()
+        engine = sampler.figures()
         records = records_of(result, point.output_tokens)
         # The client makes its prompts from these and from the tokenizer, and tells their lengths.
         lengths = [record.prompt_tokens for record in records]
@@ -290,21 +382,32 @@ class ServerArm:
         command = [sys.executable, "-m", self.module, "bench", "serve"]
         command += client_arguments(self._config, point, run, self._url, self._model, result)
         command += ["--tokenizer", self._tokenizer]
-        try:
-            done = subprocess.run(
+        with self._client_log.open("wb") as log:
+            client = subprocess.Popen(
                 command,
-                env=self._environment,
-                capture_output=True,
-                text=True,
-                timeout=self._left(),
-                check=False,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._client_environment,
             )
-        except subprocess.TimeoutExpired:
-            raise OutOfTime(f"{self.arm}: {point.label} did not end in time") from None
-        if done.returncode != 0 or not result.is_file():
-            tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-            raise ArmFailed(f"{self.arm}: vllm bench serve ended with {done.returncode}\n{tail}")
+        try:
+            code = self._wait_for(client, f"done with {point.label}")
+        finally:
+            client.kill()
+            client.wait()
+        # To the client, a server that died is one whose requests failed.
+        self._ask("GET", "/health")
+        if code != 0 or not result.is_file():
+            tail = log_tail(self._client_log)
+            raise ArmFailed(f"{self.arm}: vllm bench serve ended with {code}\n{tail}")
         return dict(json.loads(result.read_text()))
+
+    def _wait_for(self, client: subprocess.Popen[bytes], awaited: str) -> int:
+        while True:
+            try:
+                return client.wait(CLIENT_POLL_S)
+            except subprocess.TimeoutExpired:
+                self._check_alive(awaited)
 
     def gate(self, tick: Tick) -> dict[str, Any]:
         """The gate's log-probabilities, by `/v1/completions` with prompts of token ids."""
@@ -347,10 +450,7 @@ class ServerArm:
             "return_token_ids": True,
         }
         body |= {"prompt_logprobs": 0} if score else {"logprobs": 1}
-        answer = self._client.post("/v1/completions", json=body)
-        if answer.status_code != 200:
-            raise ArmFailed(f"{self.arm}: /v1/completions said {answer.text[:500]}")
-        return dict(answer.json()["choices"][0])
+        return dict(self._ask("POST", "/v1/completions", json=body).json()["choices"][0])
 
     def profile(self, profile: Profile, tick: Tick) -> list[dict[str, Any]]:
         """Nothing: another process can't be looked into."""
@@ -358,11 +458,11 @@ class ServerArm:
 
     def sleep(self) -> None:
         """Leave the device to the other arm."""
-        self._client.post("/sleep", params={"level": "1"}).raise_for_status()
+        self._ask("POST", "/sleep", params={"level": "1"})
 
     def wake(self) -> None:
         """Take it back."""
-        self._client.post("/wake_up").raise_for_status()
+        self._ask("POST", "/wake_up")
 
     def stop(self, *, force: bool = False) -> None:
         """End the server, and by force whatever is left of its process group.
