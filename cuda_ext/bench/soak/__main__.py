@@ -68,8 +68,9 @@ def soak(job: Job, folder: Path, known: Path | None) -> dict[str, Any]:
         truths = [prompt.truth for prompt in job.set_of_prompts()]
         usual = checks.usual([answers["answers"], answers["again"]], truths)
         print(f"without drafts: {usual.word_error_rate:.4%} of the words are wrong", flush=True)
-        if (problem := usual.problem(job.prompts["words"])) is not None:
-            return {"gate": "red", "problems": [problem]}
+        useless = usual.problem(job.prompts["words"])
+        if useless is not None:
+            return {"gate": "red", "problems": [useless]}
     result, problem = child(
         "serve",
         job,

@@ -7,8 +7,9 @@
 * `words` (bf16, copy task): roundings change a word now and then, so word errors are counted
   against the truth. The share may be what the engine without drafts has, in the worse of two batch
   compositions, plus the share of words in which the two differ, plus what so few words may not
-  have shown (`UNSEEN`), and without drafts at most `MAY_ERR` are wrong; and no answer may be ruined, `RUINED` of its words wrong beyond the more
-  that either of those has wrong in it.
+  have shown (`UNSEEN`). Without drafts at most `MAY_ERR` may be wrong, or there is no soak. No
+  answer may be ruined, `RUINED` of its words wrong beyond the more that either of those has wrong
+  in it.
 * No log-probability is NaN or infinite, requests were preempted and aborted, drafts were accepted.
 * All blocks are free at the end, and no figure of memory grows (`GROWTH`).
 """
