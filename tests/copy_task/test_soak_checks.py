@@ -105,7 +105,7 @@ def test_what_is_usual_is_the_worse_of_two_rounds_and_what_they_differ_in() -> N
 def test_a_model_that_can_not_copy_these_texts_is_of_no_use() -> None:
     """Or every answer might be wrong behind a green gate, as a whole soak's once were."""
     words = WORDS * len(TRUTHS)
-    right = [spoiled(TRUTHS[0], int(checks.MAY_ERR * words)), *TRUTHS[1:]]
+    right = [spoiled(TRUTHS[0], int(task.MAY_ERR * words)), *TRUTHS[1:]]
     assert checks.usual([right, TRUTHS], TRUTHS).problem((20, 40)) is None
     wrong = [right[0], spoiled(TRUTHS[1], 1), *TRUTHS[2:]]
     problem = checks.usual([TRUTHS, wrong], TRUTHS).problem((20, 40))

@@ -5,7 +5,7 @@ temperature 0, each of them twice, in two batch compositions (`ROUNDS`). The gat
 
 * each arm ran the layer that it is named after, drafted in every round if it has a method of
   drafts, and all answers have their full length;
-* the model can do it: stock's word error rate is at most `STOCK_MAY_ERR`;
+* the model can do it: stock's word error rate is at most `task.MAY_ERR`;
 * the truth is hard enough: a state that loses rows (arm `replay-lost-row`, where it is run) has
   more word errors than the gate allows; where it is not run, the result's `notes` say that this
   was not shown;
@@ -36,7 +36,6 @@ from vllm_gaudi_ext import envs
 OUTPUT = 3072
 ACCEPTANCE_MAY_DIFFER = 0.03
 """Relative. Some 20,000 steps a round give the mean to 0.5 %; a round of other words, the same."""
-STOCK_MAY_ERR = 0.05
 ROUNDS = ("together", "in halves")
 """All prompts in one batch; half of them, then the others."""
 
@@ -235,8 +234,8 @@ def verdict(
     if not stock or "replay" not in table:
         return ["arms `stock` and `replay` are both needed"], 0
     allowed = max(entry["word_errors"] for entry in stock) + compared["stock_differs"]
-    if (most := max(entry["word_error_rate"] for entry in stock)) > STOCK_MAY_ERR:
-        problems.append(f"stock's word error rate is {most}, at most {STOCK_MAY_ERR} is of use")
+    if (most := max(entry["word_error_rate"] for entry in stock)) > task.MAY_ERR:
+        problems.append(f"stock's word error rate is {most}, at most {task.MAY_ERR} is of use")
     for arm, entries in table.items():
         ours = "Replay" in found[arm]["layers"]
         if ours != ARMS[arm].replay:

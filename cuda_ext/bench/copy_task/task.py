@@ -24,6 +24,8 @@ VOCAB = 256
 LETTERS = 4
 WORD_TOKENS = 1 + LETTERS + 1
 """Tokens of a word with its end or tag."""
+MAY_ERR = 0.05
+"""Share of the words that a model may have wrong by itself. Among more, a fault's hardly show."""
 
 Word = tuple[int, ...]
 

@@ -34,7 +34,7 @@ GRADIENTS_MAY_DIFFER = 0.05
 """Relative RMS error. fla's tests allow 0.02 in bf16; a wrongly compiled tile is off by 0.5."""
 GOOD_ENOUGH = 0.99
 """Share of right words, next token by next token. Left alone, a wrong tag makes the rest of its
-class wrong, half of 16 words: 8 % of all, and score.py can use 5 % (`STOCK_MAY_ERR`)."""
+class wrong, half of 16 words: 8 % of all, and score.py can use 5 % (`task.MAY_ERR`)."""
 COOLING = 0.3
 """Share of the time in which the learning rate falls, at the end."""
 

@@ -7,7 +7,7 @@
 * `words` (bf16, copy task): roundings change a word now and then, so word errors are counted
   against the truth. The share may be what the engine without drafts has, in the worse of two batch
   compositions, plus the share of words in which the two differ, plus what so few words may not
-  have shown (`UNSEEN`). Without drafts at most `MAY_ERR` may be wrong, or there is no soak. No
+  have shown (`UNSEEN`). Without drafts at most `task.MAY_ERR` may be wrong, or there is no soak. No
   answer may be ruined, `RUINED` of its words wrong beyond the more that either of those has wrong
   in it.
 * No log-probability is NaN or infinite, requests were preempted and aborted, drafts were accepted.
@@ -30,7 +30,6 @@ engine keeps between two steps, which is fixed; the other two grow by whole piec
 allocators keep for prompts of another length, fewer and fewer. A state of one request that is lost
 with each abort would be more within a minute."""
 LEAST_SAMPLES = 8
-MAY_ERR = 0.05
 RUINED = 0.25
 UNSEEN = 24
 """Words of the fixed set. Where an event was not seen once, up to three are likely enough (rule of
@@ -172,12 +171,12 @@ class Usual:
         Args:
             words: of a text, from and to.
         """
-        if self.word_error_rate <= MAY_ERR:
+        if self.word_error_rate <= task.MAY_ERR:
             return None
         return (
             f"without drafts {self.word_error_rate:.1%} of the words are wrong, and at most "
-            f"{MAY_ERR:.0%} are of use; texts are of {words[0]} to {words[1]} words, and --words "
-            "names lengths that the model was trained for"
+            f"{task.MAY_ERR:.0%} are of use; texts are of {words[0]} to {words[1]} words, and "
+            "--words names lengths that the model was trained for"
         )
 
 
