@@ -11,32 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_on_cpu
 import pytest
-import replay_engine
 import tiny_models
-import yaml
-
-from cuda_ext.bench.serve import run as runs
 
 CONTENT: dict[str, Any] = {
     "name": "serve-cpu",
-    "serve": {
-        "dtype": "bfloat16",
-        "enforce-eager": True,
-        "max-model-len": 512,
-        "max-num-seqs": 4,
-        "max-num-batched-tokens": 256,
-        "num-gpu-blocks-override": 64,
-        "skip-tokenizer-init": True,
-        "enable-prefix-caching": False,
-    },
-    "interleave": "restart",
-    "environment": {
-        name: replay_engine.ENVIRONMENT[name]
-        for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
-    }
-    # vLLM compiles a ranking of log-probabilities, which takes longer than all requests here.
-    | {"TORCHDYNAMO_DISABLE": "1"},
     "load": {
         "concurrency": [2],
         "request_rates": [20.0],
@@ -46,9 +26,6 @@ CONTENT: dict[str, Any] = {
         "token_ids": [tiny_models.FIRST_PLAIN, tiny_models.LAST_PLAIN],
         "warm_up": {"requests": 1, "output_tokens": 2, "before_each_point": 1},
     },
-    # Prompts in one chunk each, so stock's distance from itself is that of decoding alone, and that
-    # of two implementations in bf16 is no smaller.
-    "gate": {"prompts": 2, "prompt_tokens": [40, 90], "output_tokens": 24, "slack": 3},
     "profile": {"concurrency": [2], "steps": 3},
 }
 
@@ -57,16 +34,15 @@ KINDS = ("decode", "prefill")
 
 @pytest.fixture(scope="module")
 def result(models: Callable[[Any], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("bench")
-    # Of the checkpoint only its config is read.
-    serve = {"model": str(models(tiny_models.CPU_DENSE)), "load-format": "dummy"}
-    content = CONTENT | {"serve": CONTENT["serve"] | serve}
-    file = folder / "bench.yaml"
-    file.write_text(yaml.safe_dump(content))
-    code = runs.main([str(file), "--out", str(folder / "out"), "--session", "s", "--commit", "c"])
-    found = json.loads((folder / "out" / "serve-cpu.json").read_text())
-    assert code == 0, json.dumps(found.get("failure") or found["checks"], indent=1)
-    return found
+    serve = bench_on_cpu.SERVE | {
+        "skip-tokenizer-init": True,
+        # Of the checkpoint only its config is read.
+        "model": str(models(tiny_models.CPU_DENSE)),
+        "load-format": "dummy",
+    }
+    content = bench_on_cpu.COMMON | CONTENT | {"serve": serve}
+    out = bench_on_cpu.run(content, tmp_path_factory.mktemp("bench"))
+    return json.loads((out / "serve-cpu.json").read_text())
 
 
 def test_each_arm_was_served_by_its_own_layers(result: Any) -> None:
@@ -171,7 +147,7 @@ def test_what_fits_is_vllms_own_figure(result: Any) -> None:
     """One block a GDN layer's group, and as many of attention as 8k tokens need."""
     for arm in ("stock", "replay"):
         facts = result["arms"][arm]
-        longest = CONTENT["serve"]["max-model-len"]
+        longest = bench_on_cpu.SERVE["max-model-len"]
         (attention,) = (size for size in facts["block_sizes"] if size != longest)
         needed = 3 + -(-8192 // attention)
         assert facts["num_gpu_blocks"] == 64

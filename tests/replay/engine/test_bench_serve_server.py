@@ -15,12 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_on_cpu
 import pytest
-import replay_engine
 import tiny_models
-import yaml
 
-from cuda_ext.bench.serve import run as runs
 from cuda_ext.bench.serve.arms import ArmFailed
 from cuda_ext.bench.serve.config import arm_environment, arm_flags, checked_config
 from cuda_ext.bench.serve.load import Point
@@ -32,22 +30,6 @@ DRAFTS = 5
 ARMS = ("stock", "replay")
 CONTENT: dict[str, Any] = {
     "name": "server-cpu",
-    "serve": {
-        "dtype": "bfloat16",
-        "enforce-eager": True,
-        "max-model-len": 512,
-        "max-num-seqs": 4,
-        "max-num-batched-tokens": 256,
-        "num-gpu-blocks-override": 64,
-        "enable-prefix-caching": False,
-    },
-    "interleave": "restart",
-    "environment": {
-        name: replay_engine.ENVIRONMENT[name]
-        for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
-    }
-    # vLLM compiles a ranking of log-probabilities, which takes longer than all requests here.
-    | {"TORCHDYNAMO_DISABLE": "1"},
     "load": {
         "concurrency": [3],
         "waves": 3,
@@ -58,14 +40,12 @@ CONTENT: dict[str, Any] = {
         # One start of the client less at each point.
         "warm_up": {"requests": 1, "output_tokens": 2, "before_each_point": 0},
     },
-    # As in the other mode (test_bench_serve_engine.py).
-    "gate": {"prompts": 2, "prompt_tokens": [40, 90], "output_tokens": 24, "slack": 3},
 }
 
 
 @pytest.fixture(scope="module")
 def content(models: Callable[[Any], Path]) -> dict[str, Any]:
-    serve = CONTENT["serve"] | {
+    serve = bench_on_cpu.SERVE | {
         "model": str(models(tiny_models.CPU_DENSE)),
         "speculative-config": {
             "method": "dflash",
@@ -73,7 +53,7 @@ def content(models: Callable[[Any], Path]) -> dict[str, Any]:
             "num_speculative_tokens": DRAFTS,
         },
     }
-    return CONTENT | {"serve": serve}
+    return bench_on_cpu.COMMON | CONTENT | {"serve": serve}
 
 
 def free_ports() -> int:
@@ -92,14 +72,8 @@ def free_ports() -> int:
 @pytest.fixture(scope="module")
 def folder(content: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the run left: results, logs, and the client's last file of each arm."""
-    folder = tmp_path_factory.mktemp("server")
-    file, out = folder / "bench.yaml", folder / "out"
-    file.write_text(yaml.safe_dump(content))
-    arguments = ["--mode", "server", "--port", str(free_ports()), "--out", str(out)]
-    code = runs.main([str(file), *arguments, "--session", "s", "--commit", "c"])
-    found = json.loads((out / "server-cpu.json").read_text())
-    assert code == 0, json.dumps(found.get("failure") or found["checks"], indent=1)
-    return out
+    arguments = ["--mode", "server", "--port", str(free_ports())]
+    return bench_on_cpu.run(content, tmp_path_factory.mktemp("server"), *arguments)
 
 
 @pytest.fixture(scope="module")
