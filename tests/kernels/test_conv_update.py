@@ -52,15 +52,28 @@ def run(step: Step) -> Tensor:
     return conv_update(step.pages, step.weights, step.qkv, step.a, step.b, step.rows, step.max_rows)
 
 
+def rounded_alike(found: Tensor, wanted: Tensor) -> float:
+    """Share of the elements that are `wanted`, rounded to the dtype of `found`, bit for bit."""
+    return float((found == wanted.to(found.dtype)).double().mean())
+
+
+# Sums of products that were rounded to bfloat16 are off by less than a float32's last bits, which
+# decide the last bit of a bfloat16 in one of some thousands. Of products that were not, 65 % agree,
+# and their error (0.0025) is too near that of the last rounding alone (0.0017) to tell them apart.
+ROUNDED_ALIKE = 0.98
+
+
 def check(step: Step, q: Tensor, before: Step) -> None:
     """Every new row where it belongs; every other byte of every page as it was."""
-    tolerance = 3e-3 if q.dtype is torch.bfloat16 else 1e-6
+    rounded = q.dtype is torch.bfloat16
+    tolerance = 3e-3 if rounded else 1e-6
     left = {name: tensor.clone() for name, tensor in states(before.pages).items()}
     for i, request in enumerate(step.requests):
         part = step.part(i)
         positions = torch.arange(request.start, request.start + request.rows, device=q.device)
         rows = dict(zip("qkv", mixed_rows(before, i), strict=True))
         assert error(q[part], rows["q"]) < tolerance, request
+        assert not rounded or rounded_alike(q[part], rows["q"]) > ROUNDED_ALIKE, request
         for name, ring in states(step.pages).items():
             if name == "ssm":
                 continue
@@ -68,6 +81,8 @@ def check(step: Step, q: Tensor, before: Step) -> None:
             found = ring[request.slot, at]
             if name in "kv":
                 assert error(found, rows[name]) < tolerance, (request, name)
+                alike = rounded_alike(found, rows[name])
+                assert not rounded or alike > ROUNDED_ALIKE, (request, name, alike)
             else:
                 given = {"conv": step.qkv, "a": step.a, "b": step.b}[name]
                 assert same_bits(found, given[part]), (request, name)
