@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,16 @@ def vllm_argument_parser() -> argparse.ArgumentParser:
     raise PlanError(f"the installed vLLM has no make_arg_parser in {' or '.join(_PARSER_MODULES)}")
 
 
+def without_false(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that `vllm serve --config` takes: a false says nothing to it.
+
+    vLLM 0.26.0 drops every false. 0.31.0 and 0.33.0 write `--no-KEY`, where it is an option of the
+    parser that reads the file; that is the program's, and the options of `serve` are not among its
+    own. The parser of `serve` alone, which is asked here, would know them.
+    """
+    return {key: value for key, value in content.items() if value is not False}
+
+
 def parse_serve_yaml(path: Path) -> argparse.Namespace:
     """What vLLM understands of a serve.yaml.
 
@@ -118,11 +129,21 @@ def parse_serve_yaml(path: Path) -> argparse.Namespace:
     Raises:
         PlanError: the file is refused by `read_yaml` or by vLLM's parser.
     """
-    read_yaml(path)
+    content = read_yaml(path)
+    taken = without_false(content)
     held = io.StringIO()
     try:
-        with contextlib.redirect_stdout(held), contextlib.redirect_stderr(held):
-            parsed = vllm_argument_parser().parse_args(["--config", str(path)])
+        with (
+            contextlib.redirect_stdout(held),
+            contextlib.redirect_stderr(held),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            given = path
+            if taken != content:
+                # With its own suffix, which vLLM looks at.
+                given = Path(folder) / f"serve{path.suffix}"
+                given.write_text(yaml.safe_dump(taken), encoding="utf-8")
+            parsed = vllm_argument_parser().parse_args(["--config", str(given)])
     except SystemExit:
         lines = [line for line in held.getvalue().splitlines() if ": error: " in line]
         reason = lines[-1].split(": error: ", 1)[1] if lines else "vLLM's parser refuses it"

@@ -87,7 +87,8 @@ def ask(parser: Any, version: str, path: Path, content: Mapping[str, Any]) -> As
             if base not in options and not _abbreviation(asked, key, base, options):
                 continue
             alone.write_text(yaml.safe_dump({key: value}), encoding="utf-8")
-            if not parser.load_config_file(str(alone)):
+            # A false, whatever this parser makes of it: see `without_false`.
+            if value is False or not parser.load_config_file(str(alone)):
                 asked.problems.append(_dropped(key, value, options, version))
                 continue
             parsed, refused = _parse(parser, alone)

@@ -103,8 +103,7 @@ def dropped_without_vllm(content: Mapping[str, Any]) -> list[Found]:
         if value is False:
             found.append(
                 Found(
-                    what=f"{key}: false is dropped without a word by vLLM 0.26, and by later "
-                    "releases where the flag has no --no- form",
+                    what=f"{key}: false is dropped without a word by vllm serve",
                     fix=f"write `no-{key}: true`, or remove the line where false is the default",
                 )
             )
