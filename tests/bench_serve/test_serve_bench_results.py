@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import bench_data
 import pytest
+from rich.console import Console
 
 from cuda_ext.bench import provenance
+from cuda_ext.bench.serve import report
 from cuda_ext.bench.serve.results import (
     MergeRefused,
     Results,
@@ -18,8 +21,10 @@ from cuda_ext.bench.serve.results import (
     load_summary,
     merge,
     read_checks,
+    write_summary,
 )
 
+RESULTS = Path(provenance.__file__).with_name("results")
 PROFILE: dict[str, Any] = {"kind": "decode", "concurrency": 4, "ms": {"attention": 1.0}}
 
 
@@ -181,6 +186,142 @@ def test_to_a_collection_another_lease_is_added() -> None:
     assert [one["session"] for one in found["sessions"]] == ["s", "t", "u"]
     assert [p["session"] for p in found["points"]] == ["s", "s", "t", "t", "u", "u"]
     assert [one["session"] for one in found["ratios"]["points"]] == ["s", "t", "u"]
+    # As collections once were: with what was the first session's alone.
+    first = bench_data.results().summary()
+    own = ("session", "machine", "interleave", "config_digest", "config")
+    old = whole | {name: first[name] for name in own}
+    assert collect([old, third.summary()]) == found
+
+
+def session_of_two_points(session: str = "s") -> dict[str, Any]:
+    runs = [
+        bench_data.run(arm, label)
+        for label in ("4 in flight, 32 out", "16 in flight, 32 out")
+        for arm in ("stock", "replay")
+    ]
+    profiles = {
+        arm: [PROFILE, PROFILE | {"concurrency": 16}, PROFILE | {"concurrency": None}]
+        for arm in ("stock", "replay")
+    }
+    results = bench_data.results(runs=runs, profiles=profiles)
+    results.origin["session"] = session
+    return results.summary()
+
+
+@pytest.mark.parametrize("collected", [False, True], ids=["single", "collected"])
+def test_a_point_that_was_measured_better_later_is_left_out_and_told(collected: bool) -> None:
+    first = session_of_two_points()
+    bad = dict(first["points"][2])
+    if collected:
+        label = "64 in flight, 32 out"
+        runs = [bench_data.run(arm, label) for arm in ("stock", "replay")]
+        load = bench_data.CONTENT["load"] | {"concurrency": [64]}
+        third = bench_data.results(runs=runs, config=bench_data.config(load=load))
+        third.origin["session"] = "u"
+        first = collect([first, third.summary()])
+    better = other_points("t")
+    with pytest.raises(MergeRefused, match=r"stock', 16, None, 32\) in s and t; --without"):
+        collect([first, better])
+    whole = collect([first, better], ["s:16x32"])
+    between = [("u", 64)] if collected else []
+    wanted = [("s", 4), *between, ("t", 16)]
+    assert [(p["session"], p["concurrency"]) for p in whole["points"]] == [
+        place for place in wanted for _ in range(2)
+    ]
+    ratios = whole["ratios"]["points"]
+    assert [(one["session"], one["concurrency"]) for one in ratios] == wanted
+    assert [(line["arm"], line["concurrency"]) for line in whole["profile"]] == [
+        ("stock", 4),
+        ("stock", None),
+        ("replay", 4),
+        ("replay", None),
+    ]
+    (told,) = whole["left_out"]
+    assert told.startswith("by --without s:16x32: stock ")
+    for figure in ("output_tok_s", "ttft_p50_s", "tpot_p50_ms"):
+        assert f" {bad[figure]} " in told
+    assert "replay" in told
+    assert told.endswith("profiles of stock and replay at 16")
+
+
+def test_what_is_left_out_stays_told_in_a_later_collection() -> None:
+    whole = collect([session_of_two_points()], ["s:16x32"])
+    again = collect([whole, other_points("t")], ["s:4x32"])
+    assert [told.split(": ")[0] for told in again["left_out"]] == [
+        "by --without s:16x32",
+        "by --without s:4x32",
+    ]
+    assert {point["session"] for point in again["points"]} == {"t"}
+
+
+def test_nothing_is_left_out_that_is_not_there() -> None:
+    given = [session_of_two_points(), other_points("t")]
+    wrong = ["t:4x32", "s:16x64", "s", "s:0x32", "s:16x32"]
+    with pytest.raises(MergeRefused) as caught:
+        collect(given, wrong)
+    told = [line.split(". ", 1)[1] for line in str(caught.value).splitlines()[1:]]
+    there = "no such point; there are s:16x32, s:4x32, t:16x32"
+    form = "write SESSION:CONCURRENCYxOUTPUT, as in a1b2:4x512"
+    assert told == [
+        f"--without t:4x32: {there}",
+        f"--without s:16x64: {there}",
+        f"--without s: {form}",
+        f"--without s:0x32: {form}",
+    ]
+    assert len(given[0]["points"]) == 4
+
+
+def test_a_collection_says_of_the_whole_what_is_true_of_the_whole(tmp_path: Path) -> None:
+    load = bench_data.CONTENT["load"] | {"concurrency": [16], "seed": 0}
+    other = other_points("t", config=bench_data.config(load=load, profile={"concurrency": [16]}))
+    other["date"] = "2026-11-30T00:00:00+00:00"
+    other["machine"] = {"device": "a GPU", "id": "2"}
+    first = bench_data.results().summary()
+    whole = collect([first, other])
+    assert not {"session", "machine", "interleave", "config_digest"} & set(whole)
+    assert not {"profile", "interleave"} & set(whole["config"])
+    assert set(whole["config"]["load"]) == {"prompt_tokens", "token_ids", "seed", "warm_up"}
+    assert whole["date"] == f"{first['date']}, {other['date']}"
+    for entry, one in zip(whole["sessions"], (first, other), strict=True):
+        for name in ("session", "machine", "interleave", "config_digest"):
+            assert entry[name] == one[name]
+        for name in ("load", "profile", "interleave"):
+            assert entry["config"][name] == one["config"][name]
+    # Where the seeds differ, none is that of the whole.
+    other["config"] = json.loads(json.dumps(other["config"]))
+    first["config"] = json.loads(json.dumps(first["config"]))
+    other["config"]["load"]["seed"] = 1
+    assert "seed" not in collect([first, other])["config"]["load"]
+
+
+def test_a_collection_can_be_read_shown_and_drawn(tmp_path: Path) -> None:
+    whole = collect([session_of_two_points(), other_points("t")], ["s:16x32"])
+    read = load_summary(write_summary(whole, tmp_path))
+    assert read == json.loads(json.dumps(whole))
+    assert collect([read])["points"] == read["points"]
+    text = io.StringIO()
+    lines = [line | {"error": "x"} for line in read["profile"]]
+    report.print_summary(read | {"profile": lines}, Console(file=text, width=200))
+    assert "left out: ['by --without s:16x32" in text.getvalue()
+    pytest.importorskip("matplotlib", reason="needs matplotlib, not installed here")
+    from cuda_ext.bench.serve import plots
+
+    plots.draw(read, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["serve-h200-4b", "serve-h200-35b"])
+def test_a_committed_result_can_be_collected(name: str) -> None:
+    found = load_summary(RESULTS / f"{name}.json")
+    names = list(dict.fromkeys(point["session"] for point in found["points"]))
+    whole = collect([found])
+    assert [entry["session"] for entry in whole["sessions"]] == names
+    assert whole["points"] == found["points"]
+    point = found["points"][-1]
+    gone = (point["session"], point["concurrency"], point["output_tokens"])
+    left = collect([found], ["{}:{}x{}".format(*gone)])
+    assert len(left["points"]) == len(found["points"]) - 2
+    assert len(left["ratios"]["points"]) == len(found["ratios"]["points"]) - 1
 
 
 def test_a_collection_is_refused_with_every_reason() -> None:
@@ -249,6 +390,7 @@ def test_a_collection_keeps_why_a_session_ended_early_and_what_it_left_out() -> 
     first = bench_data.results(left_out=["x"]).summary()
     whole = collect([first, other_points("t", failure="no answer", left_out=["y"])])
     assert whole["failure"] == "t: no answer"
+    assert collect([whole])["failure"] == "t: no answer"
     assert whole["left_out"] == ["x", "y"]
     assert "failure" not in collect([first])
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import bench_data
 import pytest
+import yaml
+from free_ports import free_ports
 from rich.console import Console
+from typer.testing import CliRunner
 
 from cuda_ext.bench.serve import run as runs
 from cuda_ext.bench.serve.arms import ArmFailed
@@ -18,6 +22,7 @@ from cuda_ext.bench.serve.load import Point, points
 from cuda_ext.bench.serve.measure import Run
 from cuda_ext.bench.serve.plan import WARM, Budget, Step, steps
 from cuda_ext.bench.serve.progress import Reporter
+from vllm_gaudi_ext.cli.app import app
 
 POINTS = points(bench_data.config().load)
 
@@ -419,6 +424,95 @@ def test_what_cannot_be_run_is_told_and_writes_nothing(
     assert runs.main(arguments) == 2
     assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_collection_without_a_point_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runs.plots, "draw", lambda summary, path: None)
+    monkeypatch.chdir(tmp_path)
+    both = [bench_data.run(a, f"{n} in flight, 32 out") for n in (4, 16) for a in runs.ARMS]
+    path = str(bench_data.results(runs=both).save(tmp_path / "in"))
+    asked = ["bench", "serve", "--collect", path, "--without", "s:4x32", "--out", "out"]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    found = json.loads((tmp_path / "out" / "serve-test.json").read_text())
+    assert [point["concurrency"] for point in found["points"]] == [16, 16]
+    assert found["left_out"][0].startswith("by --without s:4x32: ")
+    capsys.readouterr()
+    assert runs.main(["--collect", path, "--without", "s:9x32", "--out", "none"]) == 2
+    assert "no such point" in capsys.readouterr().err
+    for wrong in (["h200-4b"], ["--merge", path]):
+        with pytest.raises(SystemExit):
+            runs.main([*wrong, "--without", "s:4x32", "--out", "none"])
+        assert "--without goes with --collect" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+class NoServer(FakeArm):
+    """Must not be made."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("a server was started")
+
+
+def server_yaml(folder: Path, **changes: Any) -> str:
+    path = folder / "bench.yaml"
+    path.write_text(yaml.safe_dump(bench_data.CONTENT | changes))
+    return str(path)
+
+
+@pytest.mark.parametrize("interleave", ["sleep", "restart"])
+@pytest.mark.parametrize("arm", [0, 1], ids=runs.ARMS)
+def test_a_port_that_is_taken_is_told_before_any_server_starts(
+    interleave: str,
+    arm: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With restarts it was told when the first arm had done its whole matrix."""
+    monkeypatch.setattr(runs, "ServerArm", NoServer)
+    port = free_ports(2)
+    asked = [server_yaml(tmp_path), "--mode", "server", "--interleave", interleave]
+    asked += ["--port", str(port), "--out", str(tmp_path / "out")]
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port + arm))
+        other.listen()
+        assert runs.main(asked) == 2
+    told = capsys.readouterr().err
+    assert f"1. --port {port}: {port + arm}, of {runs.ARMS[arm]}, can't be had (" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_that_is_against_a_server_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runs, "ServerArm", NoServer)
+    port = free_ports(2)
+    config = server_yaml(tmp_path, load=bench_data.CONTENT["load"] | {"token_ids": [10, 20]})
+    asked = [config, "--mode", "server", "--profile", "2", "--port", str(port)]
+    asked += ["--out", str(tmp_path / "out")]
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        assert runs.main(asked) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].endswith("bench.yaml: 3 problems in server mode")
+    assert [line.split(":")[0] for line in told[1:]] == [
+        "  1. profile.concurrency",
+        "  2. load.token_ids",
+        f"  3. --port {port}",
+    ]
+
+
+@pytest.mark.parametrize("port", ["0", "65535", "70000"])
+def test_a_port_without_a_next_one_is_refused(
+    port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runs.main(["h200-4b", "--mode", "server", "--port", port])
+    assert ended.value.code == 2
+    assert f"{port} is not from 1 to 65534" in capsys.readouterr().err
 
 
 def test_waves_of_the_command_stand_before_the_yamls() -> None:

@@ -6,27 +6,34 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import bench_data
 import pytest
+from free_ports import free_ports
+from pydantic import BaseModel, ValidationError, model_validator
 
+from cuda_ext import refusals
 from cuda_ext.bench.serve import server
 from cuda_ext.bench.serve.arms import ArmFailed, OutOfTime
-from cuda_ext.bench.serve.config import arm_environment, arm_flags
+from cuda_ext.bench.serve.config import BenchConfig, arm_environment, arm_flags
 from cuda_ext.bench.serve.load import Point
+from cuda_ext.bench.serve.measure import EngineFigures
 from cuda_ext.bench.serve.server import (
     ServerArm,
     client_arguments,
     last_words,
     metric_labels,
     metric_sums,
+    port_problems,
     records_of,
     server_problems,
     switches_off,
 )
+from vllm_gaudi_ext.problems import Problem
 
 METRICS = """\
 # TYPE vllm:num_requests_running gauge
@@ -115,6 +122,37 @@ def test_metrics_are_summed_over_their_labels() -> None:
     assert metric_labels(METRICS, "vllm:nothing") == {}
 
 
+def test_a_points_peaks_are_what_was_seen_meanwhile_and_its_counts_from_before_to_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "POLL_S", 0.0)
+    nothing = dict.fromkeys((*server._GAUGES, *server._COUNTERS), 0.0)
+    meanwhile = [
+        nothing | {"running": 2.0, "usage": 0.5, "drafts": 7.0},
+        nothing | {"running": 3.0, "waiting": 4.0, "usage": 0.25},
+        ArmFailed("busy"),
+        nothing | {"running": 1.0},
+    ]
+    before = nothing | {"drafts": 5.0, "accepted": 1.0, "preemptions": 1.0}
+    after = nothing | {"drafts": 15.0, "accepted": 4.0, "preemptions": 2.0}
+    coming = iter([before, *meanwhile])
+    all_seen = threading.Event()
+
+    def read() -> dict[str, float]:
+        found = next(coming, after)
+        if isinstance(found, Exception):
+            raise found
+        if found is after:
+            all_seen.set()
+        return found
+
+    ticks: list[dict[str, int]] = []
+    sampler = server._Sampler(read, ticks.append)
+    assert all_seen.wait(60)
+    assert sampler.figures() == EngineFigures(3, 4, 0.5, 1, drafts=10, accepted=3)
+    assert [tick["running"] for tick in ticks[:3]] == [2, 3, 1]
+
+
 def test_a_server_needs_a_checkpoint_with_a_tokenizer() -> None:
     assert server_problems(bench_data.config()) == []
     serve = bench_data.CONTENT["serve"] | {"skip_tokenizer_init": True}
@@ -126,6 +164,82 @@ def test_a_false_flag_is_said_on_the_command_line() -> None:
     """vLLM 0.31.0 passes over it in the file, and one arm would have a prefix cache."""
     assert switches_off(arm_flags(bench_data.config(), "stock")) == ["--no-enable-prefix-caching"]
     assert switches_off({"a-b": False, "c": True, "d": 0, "e": None}) == ["--no-a-b"]
+
+
+def test_a_switch_that_has_no_opposite_is_left_out_where_it_is_false() -> None:
+    """vLLM 0.31.0 ends with: unrecognized arguments: --no-disable-log-stats."""
+    flags = bench_data.CONTENT["serve"] | {"disable_log_stats": False, "headless": False}
+    written = arm_flags(bench_data.config(serve=flags), "stock")
+    assert switches_off(written) == ["--no-enable-prefix-caching"]
+
+
+def server_config(**changes: object) -> BenchConfig:
+    serve = {"disable_log_stats": True, "load-format": "dummy"}
+    given: dict[str, object] = {
+        "serve": bench_data.CONTENT["serve"] | serve,
+        "profile": {"concurrency": [2]},
+        "load": bench_data.CONTENT["load"] | {"token_ids": [100, 200]},
+    }
+    return bench_data.config(**given | changes)
+
+
+def test_what_a_server_cannot_do_is_refused_all_at_once() -> None:
+    found = server_problems(server_config())
+    assert [text.split(":")[0] for text in found] == [
+        "serve.disable-log-stats",
+        "profile.concurrency",
+        "load.token_ids",
+        "dummy_weights",
+    ]
+    for text, write in zip(
+        found, ("leave it out", "write [], and", "leave it out", "write vllm"), strict=True
+    ):
+        assert write in text
+    well = {
+        "serve": bench_data.CONTENT["serve"] | {"disable-log-stats": False, "grpc": False},
+        "profile": {"steps": 3},
+        "load": bench_data.CONTENT["load"],
+    }
+    assert server_problems(server_config(**well)) == []
+    # Of dummy weights it has to say whose, and only where there are any.
+    dummy = {**well, "serve": bench_data.CONTENT["serve"] | {"load_format": "dummy"}}
+    assert len(server_problems(server_config(**dummy))) == 1
+    assert server_problems(server_config(**dummy, dummy_weights="vllm")) == []
+    assert server_problems(server_config(**well, dummy_weights="scaled")) == []
+
+
+@pytest.mark.parametrize("name", ["headless", "grpc"])
+def test_a_server_that_answers_no_http_is_refused(name: str) -> None:
+    serve = bench_data.CONTENT["serve"] | {name: True}
+    (told,) = server_problems(bench_data.config(serve=serve))
+    assert told.startswith(f"serve.{name}: ")
+
+
+def test_the_result_says_what_the_gate_of_servers_does_not_see() -> None:
+    whole = bench_data.results()
+    assert "notes" not in whole.summary()
+    whole.origin["mode"] = "server"
+    (fault,) = whole.summary()["notes"]
+    assert fault.startswith("no planted fault")
+    serve = bench_data.CONTENT["serve"] | {"load-format": "dummy"}
+    whole.config = bench_data.config(serve=serve, dummy_weights="vllm")
+    told = whole.summary()["notes"]
+    assert told[0] == fault
+    assert "say little of GDN" in told[1]
+    assert len(told) == 2
+
+
+def test_each_arm_has_to_have_its_port() -> None:
+    port = free_ports(2)
+    assert port_problems(port, ("stock", "replay")) == []
+    with socket.socket() as other:
+        other.bind((server.HOST, port + 1))
+        other.listen()
+        (told,) = port_problems(port, ("stock", "replay"))
+        assert told.startswith(f"--port {port}: {port + 1}, of replay, can't be had (")
+        assert port_problems(port, ("stock",)) == []
+        assert port_problems(port, ("replay",)) == [told]
+        assert len(port_problems(port + 1, ("stock",))) == 1
 
 
 def test_a_servers_last_words_are_its_errors(tmp_path: Path) -> None:
@@ -140,18 +254,78 @@ def test_a_servers_last_words_are_its_errors(tmp_path: Path) -> None:
     assert last_words(log) == "ValueError: no room"
 
 
+PREFIX = "(EngineCore pid=7) ERROR 11-30 07:27:08 [core.py:1058] "
+OTHER = "(APIServer pid=2) INFO 11-30 07:27:08 [launcher.py:178] [shutdown] API server"
+TRACE = ["Traceback (most recent call last):", '  File "x.py", line 1, in f', "    f()", "    ^^^"]
+
+
+def refusal() -> str:
+    """What the operator has to read, as `refusals.refuse` writes it."""
+    found = [
+        Problem("KV transfer said OSError: none", "remove --kv-transfer-config"),
+        refusals.not_named(),
+    ]
+    with pytest.raises(RuntimeError) as caught:
+        refusals.refuse(found)
+    return f"RuntimeError: {caught.value}"
+
+
+def pydantic_refusal() -> str:
+    class VllmConfig(BaseModel):
+        size: int
+
+        @model_validator(mode="after")
+        def check(self) -> VllmConfig:
+            raise ValueError("size 3: write --size 4")
+
+    with pytest.raises(ValidationError) as caught:
+        VllmConfig(size=3)
+    return f"ValidationError: {caught.value}"
+
+
+@pytest.mark.parametrize("error", [refusal, pydantic_refusal], ids=["ours", "pydantic"])
+@pytest.mark.parametrize("after", ["nothing", "another", "chained", "warning"])
+@pytest.mark.parametrize("logged", [True, False], ids=["logged", "raw"])
+def test_a_servers_last_words_have_the_reasons_below_an_error(
+    error: Callable[[], str], after: str, logged: bool, tmp_path: Path
+) -> None:
+    """The operator saw: RuntimeError: gaudi_ext cannot serve with ReplaySSM (2 problems):"""
+    told = error()
+    assert len(told.splitlines()) > 2
+    name = "pydantic_core._pydantic_core." if error is pydantic_refusal else ""
+    message = [*TRACE, *f"{name}{told}".splitlines()]
+    tail = {
+        "nothing": [],
+        "another": ["INFO:     Shutting down", OTHER],
+        "chained": ["", "During handling of the above exception, another one occurred:", *TRACE],
+        "warning": ["lib/resource_tracker.py:254: UserWarning: leaked", "  warnings.warn('x')"],
+    }[after]
+    lines = [OTHER, *([PREFIX + line for line in message] if logged else message)]
+    log = tmp_path / "server.log"
+    # As vLLM ends the lines of one message.
+    log.write_bytes("\r\n".join([*lines, *tail, OTHER]).encode())
+    assert last_words(log) == told
+
+
+def test_an_error_that_was_logged_and_raised_is_told_once(tmp_path: Path) -> None:
+    told = refusal()
+    raised = [*TRACE, *told.splitlines()]
+    died = "EngineDeadError: the engine died"
+    lines = [*(PREFIX + line for line in raised), OTHER, *raised, "", *TRACE, died]
+    log = tmp_path / "server.log"
+    log.write_text("\n".join(lines))
+    assert last_words(log) == f"{told}\n{died}"
+    # Lines that go on without an end are not all of them told.
+    log.write_text("\n".join([died, *map(str, range(1000))]))
+    assert last_words(log).splitlines()[-1] == str(server.ERROR_LINES - 2)
+
+
 def alive(pid: int) -> bool:
     """Neither gone nor a zombie that nobody asks for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((server.HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -170,9 +344,8 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         config = bench_data.config(serve=bench_data.CONTENT["serve"] | {"model": model}, load=load)
         flags = arm_flags(config, "stock") | changes
         environment = arm_environment(config, "stock")
-        made.append(
-            ServerArm("stock", config, flags, environment, tmp_path, None, port=free_port())
-        )
+        port = free_ports()
+        made.append(ServerArm("stock", config, flags, environment, tmp_path, None, port=port))
         return made[-1]
 
     yield make

@@ -125,10 +125,19 @@ def serve(
     collect: Annotated[
         list[Path] | None, typer.Option(help="Results of both arms each, of other points.")
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SESSION:CONCURRENCYxOUTPUT",
+            help="With --collect: leave out that point of that session; the result says so.",
+        ),
+    ] = None,
     checks: Annotated[
         Path | None, typer.Option(help="JSON list of checks made elsewhere, for the gate.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Of the servers, in server mode.")] = 8017,
+    port: Annotated[
+        int, typer.Option(help="Of the servers, in server mode: this one and the next.")
+    ] = 8017,
     commit: Annotated[str | None, typer.Option(help="For the record, where git can't say.")] = None,
 ) -> None:
     """Serving with ReplaySSM against stock vLLM, both arms from one YAML, in turns.
@@ -160,6 +169,8 @@ def serve(
         arguments += [] if value is None else [f"--{name}", str(value)]
     for text in change or ():
         arguments += ["--set", text]
+    for text in without or ():
+        arguments += ["--without", text]
     for name, paths in (("merge", merge), ("collect", collect)):
         arguments += [f"--{name}", *map(str, paths)] if paths else []
     raise typer.Exit(main(arguments))

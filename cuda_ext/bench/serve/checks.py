@@ -14,7 +14,8 @@ Dummy weights in bf16 are chaotic, so tokens can't be compared between arms. Wha
   ReplaySSM's distance against stock's, the largest of each. Both may be larger by the slack, since
   two samples of one noise differ; whether they are not larger at all is in the result too (`bf16`);
 * a planted fault is seen: ReplaySSM decodes once more with a row lost in each fold, which must
-  bring `decode` past its limit. A gate that does not see that is blind, and red.
+  bring `decode` past its limit. A gate that does not see that is blind, and red. In a server no
+  fault can be planted, so with servers there is no such check, and a note says so (`server_notes`).
 
 Distances are root mean squares: for `decode` over all positions, for `prefill` over those where the
 two differ. Another batch changes the order of stock's sums in few of its prompts, and all others
@@ -174,6 +175,19 @@ def graph_notes(facts: Mapping[str, Mapping[str, Any]], runs: Sequence[Run]) -> 
         larger = [f"{label}: {count} rows" for label, count in most.items() if count > largest]
         what = f"not at {'; '.join(larger)}" if larger else "at every point"
         found.append(f"decode batches in graphs, {arm}: {what} (graphs of up to {largest} rows)")
+    return found
+
+
+def server_notes(config: BenchConfig) -> list[str]:
+    """What the gate of a run with servers does not show."""
+    found = [
+        "no planted fault: in a server none can be planted, so that its gate would see a wrong "
+        "state was not shown in this run"
+    ]
+    if config.flag("load-format") == "dummy":
+        found.append(
+            "weights are dummy ones as vLLM makes them, so log-probabilities say little of GDN"
+        )
     return found
 
 

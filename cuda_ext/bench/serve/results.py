@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from cuda_ext.bench.serve.checks import (
     gate_checks,
     graph_notes,
     is_green,
+    server_notes,
 )
 from cuda_ext.bench.serve.config import ARMS, BenchConfig
 from cuda_ext.bench.serve.load import Point, points
@@ -35,6 +37,11 @@ RATIOS = {
 }
 _MUST_AGREE = ("machine", "versions", "session", "mode")
 _PLACE = ("concurrency", "request_rate", "output_tokens")
+_ASKED = ("points", "concurrency", "request_rates", "open_requests", "waves", "output_tokens")
+"""Keys of `load` that say which points a session was asked for."""
+_OF_A_SESSION = ("session", "machine", "interleave", "config_digest")
+"""What of a result is true of its session alone."""
+_WITHOUT = re.compile(r"(.+):([1-9]\d*)x([1-9]\d*)")
 FIT_MAY_DIFFER = 0.02
 """Between starts with the same flags; free memory is measured, and not the same each time."""
 
@@ -93,7 +100,10 @@ class Results:
             found["profile"] = self.profile_lines()
         if green:
             found["ratios"] = ratios(self.facts, lines)
-        if notes := [*graph_notes(self.facts, self.runs), *_unequal(lines)]:
+        notes = [*graph_notes(self.facts, self.runs), *_unequal(lines)]
+        if self.origin.get("mode") == "server":
+            notes += server_notes(self.config)
+        if notes:
             found["notes"] = notes
         if self.left_out:
             found["left_out"] = self.left_out
@@ -287,8 +297,12 @@ def load_summary(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise MergeRefused(f"{path}: {error}") from None
-    needed = ("gate", "session", "commit", "versions", "device", "mode", "config", "points")
-    if not isinstance(found, dict) or any(name not in found for name in needed):
+    needed = ("gate", "commit", "versions", "device", "mode", "config", "points")
+    if (
+        not isinstance(found, dict)
+        or any(name not in found for name in needed)
+        or not (found.get("session") or found.get("sessions"))
+    ):
         raise MergeRefused(f"{path}: not the result of a serving benchmark")
     return found
 
@@ -334,39 +348,45 @@ def merge(given: Sequence[Results]) -> Results:
     )
 
 
-def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def collect(given: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> dict[str, Any]:
     """One result of several that each have both arms: a long matrix spread over several leases.
 
-    Every ratio is still of one session. Points and ratios carry their session, points its commit,
-    date and gate, and `sessions` says where each was run. Commits may differ; `commit` lists them
-    then. A session that ended early is taken with what it has, and its `failure` is kept.
+    Every ratio is still of one session. Points, ratios and profiles carry their session, points its
+    commit, date and gate, and `sessions` says where each was run and what it was asked for. Commits
+    may differ; `commit` and `date` list them all. `arms`, `fit_8k` and `bf16` are the first
+    session's. A session that ended early is taken with what it has, and its `failure` is kept.
 
     Args:
-        given: contents of result files.
+        given: contents of result files, also of collected ones.
+        without: what to leave out, as `SESSION:CONCURRENCYxOUTPUT`: both arms of that point of that
+            session, their ratio, and the session's profiles at that concurrency. `left_out` has
+            their figures.
 
     Raises:
-        MergeRefused: one is red, a point lacks an arm or is there twice, or they differ in
-            versions, device, mode, flags, weights, gate, in prompt lengths or token ids, or by
-            more than `FIT_MAY_DIFFER` in how many requests fit.
+        MergeRefused: one is red, a point lacks an arm or is there twice, nothing is there to be
+            left out, or they differ in versions, device, mode, flags, weights, gate, in prompt
+            lengths or token ids, or by more than `FIT_MAY_DIFFER` in how many requests fit.
     """
-    first, found = given[0], []
+    given, found = _leave_out(given, without)
+    first = given[0]
     for one in given:
+        name_of = _sessions(one)
         if one["gate"] != "green":
-            found.append(f"session {one['session']}: the gate is {one['gate']}")
+            found.append(f"session {name_of}: the gate is {one['gate']}")
         found += [
             f"{name}: {first[name]!r} and {one[name]!r}"
             for name in ("versions", "device", "mode")
             if first[name] != one[name]
         ]
         if first["config"]["gate"] != one["config"]["gate"]:
-            found.append(f"gates of {first['session']} and {one['session']} differ")
+            found.append(f"gates of {_sessions(first)} and {name_of} differ")
         found += [
             f"load.{name}: {first['config']['load'][name]!r} and {one['config']['load'][name]!r}"
             for name in ("prompt_tokens", "token_ids")
             if first["config"]["load"][name] != one["config"]["load"][name]
         ]
         found += [
-            f"session {one['session']}: {', '.join(sides)} alone at {place}"
+            f"session {name_of}: {', '.join(sides)} alone at {place}"
             for place, sides in _places(one["points"]).items()
             if set(sides) != set(ARMS)
         ]
@@ -374,52 +394,160 @@ def collect(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             first["config"].get(name) != one["config"].get(name)
             for name in ("shape", "serve", "acceptance_length", "dummy_weights", "environment")
         ):
-            found.append(f"flags of {first['session']} and {one['session']} differ")
+            found.append(f"flags of {_sessions(first)} and {name_of} differ")
         found += [
             f"fit_8k of {arm}: {fits[0]} and {fits[1]}"
             for arm in ARMS
             for fits in [[side["fit_8k"].get(arm) or 0.0 for side in (first, one)]]
             if not math.isclose(*fits, rel_tol=FIT_MAY_DIFFER)
         ]
-    places = [(p["arm"], *(p[name] for name in _PLACE)) for one in given for p in one["points"]]
-    found += [f"measured twice: {place}" for place in {p for p in places if places.count(p) > 1}]
+    places: dict[tuple[Any, ...], list[str]] = {}
+    for point in (point for one in given for point in one["points"]):
+        place = (point["arm"], *(point[name] for name in _PLACE))
+        places.setdefault(place, []).append(str(point["session"]))
+    found += [
+        f"measured twice: {place} in {' and '.join(names)}; --without leaves one out"
+        for place, names in places.items()
+        if len(names) > 1
+    ]
     if found:
         lines = "".join(f"\n  {n}. {text}" for n, text in enumerate(dict.fromkeys(found), 1))
         raise MergeRefused(f"these can't be collected:{lines}")
-    kept = (
-        *("session", "machine", "date", "command", "commit", "gate", "failure"),
-        *("fit_8k", "arms", "bf16", "checks"),
-    )
-    whole = {k: v for k, v in first.items() if k not in ("left_out", "failure", "checks", "notes")}
+    own = ("left_out", "failure", "checks", "notes", "profile", *_OF_A_SESSION)
+    whole = {name: value for name, value in first.items() if name not in own}
     for name in ("left_out", "notes"):
         if texts := [text for one in given for text in one.get(name, ())]:
-            whole[name] = texts
+            whole[name] = list(dict.fromkeys(texts)) if name == "notes" else texts
     profile = [line for one in given for line in one.get("profile", ())]
-    failures = [f"{one['session']}: {one['failure']}" for one in given if one.get("failure")]
+    failures = [
+        # One that was collected already names them.
+        one["failure"] if "sessions" in one else f"{one['session']}: {one['failure']}"
+        for one in given
+        if one.get("failure")
+    ]
     if failures:
         whole["failure"] = "; ".join(failures)
     return whole | {
         "command": " && ".join(dict.fromkeys(one["command"] for one in given)),
-        "commit": ", ".join(dict.fromkeys(one["commit"] for one in given)),
-        # One that was collected already has its own.
-        "sessions": [
-            entry
-            for one in given
-            for entry in one.get("sessions") or [{n: one[n] for n in kept if n in one}]
-        ],
+        "commit": _listed(one["commit"] for one in given),
+        "date": _listed(one["date"] for one in given),
+        "config": _shared_config(given),
+        "sessions": [entry for one in given for entry in _session_entries(one)],
         "checks": [check for one in given for check in one["checks"]],
         **_bf16(given),
         "points": [point for one in given for point in one["points"]],
         "ratios": first["ratios"]
         | {
             "points": [
-                {"session": one["session"], **line}
+                {"session": one.get("session"), **line}
                 for one in given
                 for line in one["ratios"]["points"]
             ]
         },
         **({"profile": profile} if profile else {}),
     }
+
+
+def _listed(given: Iterable[str]) -> str:
+    """Each once; those of one that was collected already are a list of their own."""
+    return ", ".join(dict.fromkeys(part for text in given for part in text.split(", ")))
+
+
+def _sessions(one: Mapping[str, Any]) -> str:
+    """A result's session, or those that it was collected from."""
+    entries = one.get("sessions") or [one]
+    return ", ".join(str(entry["session"]) for entry in entries)
+
+
+def _session_entries(one: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if one.get("sessions"):
+        return list(one["sessions"])
+    kept = (
+        *("session", "machine", "date", "command", "commit", "gate", "failure", "interleave"),
+        *("config_digest", "fit_8k", "arms", "bf16", "checks"),
+    )
+    asked = {name: one["config"].get(name) for name in ("interleave", "load", "profile")}
+    return [{**{name: one[name] for name in kept if name in one}, "config": asked}]
+
+
+def _shared_config(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first one's, without what it was asked for, and of `load` what all of them have."""
+    loads = [one["config"]["load"] for one in given]
+    load = {
+        name: value
+        for name, value in loads[0].items()
+        if name not in _ASKED and all(name in other and other[name] == value for other in loads)
+    }
+    kept = {k: v for k, v in given[0]["config"].items() if k not in ("interleave", "profile")}
+    return {**kept, "load": load}
+
+
+def _leave_out(
+    given: Sequence[Mapping[str, Any]], without: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Results without some of their points, and what of `without` can't be done."""
+    kept, wrong = [dict(one) for one in given], []
+    for text in dict.fromkeys(without):
+        asked = _WITHOUT.fullmatch(text)
+        if asked is None:
+            wrong.append(f"--without {text}: write SESSION:CONCURRENCYxOUTPUT, as in a1b2:4x512")
+            continue
+        place = (asked[1], int(asked[2]), int(asked[3]))
+        holders = [
+            one
+            for one in kept
+            if any(_session_place(one, point) == place for point in one["points"])
+        ]
+        if not holders:
+            there = sorted(
+                {
+                    "{}:{}x{}".format(*_session_place(one, point))
+                    for one in kept
+                    for point in one["points"]
+                    if point["concurrency"]
+                }
+            )
+            wrong.append(f"--without {text}: no such point; there are {', '.join(there)}")
+        for one in holders:
+            told = _take_away(one, place)
+            one["left_out"] = [*one.get("left_out", ()), f"by --without {text}: {told}"]
+    return kept, wrong
+
+
+def _session_place(one: Mapping[str, Any], line: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    """A point or a ratio; the ratios of a single session do not name it."""
+    return (
+        str(line.get("session", one.get("session"))),
+        line["concurrency"],
+        line["output_tokens"],
+    )
+
+
+def _take_away(one: dict[str, Any], place: tuple[str, int, int]) -> str:
+    """Takes a point from a result, and tells what it was."""
+    gone = [point for point in one["points"] if _session_place(one, point) == place]
+    one["points"] = [point for point in one["points"] if _session_place(one, point) != place]
+    told = [
+        f"{point['arm']} {point['output_tok_s']} tok/s, TTFT p50 {point['ttft_p50_s']} s, "
+        f"TPOT p50 {point['tpot_p50_ms']} ms, {point['requests']} requests"
+        for point in gone
+    ]
+    if "ratios" in one:
+        lines = one["ratios"]["points"]
+        left = [line for line in lines if _session_place(one, line) != place]
+        one["ratios"] = {**one["ratios"], "points": left}
+    session, concurrency, _ = place
+    profiles = list(one.get("profile", ()))
+    profiled = [
+        line
+        for line in profiles
+        if (line.get("session"), line["concurrency"]) == (session, concurrency)
+    ]
+    if profiled:
+        one["profile"] = [line for line in profiles if line not in profiled]
+        arms = " and ".join(dict.fromkeys(line["arm"] for line in profiled))
+        told.append(f"profiles of {arms} at {concurrency}")
+    return "; ".join(told)
 
 
 def _bf16(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from cuda_ext.bench.serve.results import (
     read_checks,
     write_summary,
 )
-from cuda_ext.bench.serve.server import ServerArm, server_problems
+from cuda_ext.bench.serve.server import LAST_PORT, ServerArm, port_problems, server_problems
 from cuda_ext.bench.serve.shapes import write_shape
 
 GREEN, RED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -67,7 +67,7 @@ class Options:
         session: what results must share to be merged.
         commit: for the record, where git can't say.
         command: for the record.
-        port: of the servers.
+        port: of the stock server; the other one has the next.
         checks: of the gate, made elsewhere.
     """
 
@@ -328,6 +328,15 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
+def _port(text: str) -> int:
+    port = int(text)
+    if not 1 <= port <= LAST_PORT:
+        raise argparse.ArgumentTypeError(
+            f"{port} is not from 1 to {LAST_PORT}: the two servers have it and the next"
+        )
+    return port
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench serve", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", nargs="?", help="a YAML, or the name of a packaged one")
@@ -360,7 +369,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--collect", type=Path, nargs="+", help="results of both arms each, of other points"
     )
-    parser.add_argument("--port", type=int, default=8017, help="of the servers, in server mode")
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="SESSION:CONCURRENCYxOUTPUT",
+        help="with --collect: leave out that point of that session; the result says so",
+    )
+    parser.add_argument(
+        "--port", type=_port, default=8017, help="of the servers, in server mode: this and the next"
+    )
     parser.add_argument("--checks", type=Path, help="JSON list of checks made elsewhere")
     parser.add_argument("--commit", help="for the record, where git can't say")
     return parser
@@ -411,6 +429,18 @@ def _set(whole: dict[str, Any], text: str) -> None:
     place[keys[-1]] = yaml.safe_load(value)
 
 
+def _refuse(config: str, found: Sequence[str]) -> None:
+    """Return where nothing was found.
+
+    Raises:
+        ConfigError: lists all of it.
+    """
+    if found:
+        lines = "".join(f"\n  {n}. {text}" for n, text in enumerate(found, 1))
+        count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
+        raise ConfigError(f"{config}: {count} in server mode{lines}")
+
+
 def _command(arguments: Sequence[str]) -> list[str]:
     """For the record: without the folder of the results, and with the config's name alone."""
     found, rest = ["gaudi-ext bench serve"], iter(arguments)
@@ -433,9 +463,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     reporter = Reporter()
     if sum(map(bool, (chosen.config, chosen.merge, chosen.collect))) != 1:
         parser.error("name a config, or results to --merge or to --collect")
+    if chosen.without and not chosen.collect:
+        parser.error("--without goes with --collect")
     try:
         if chosen.collect:
-            summary = collect([load_summary(path) for path in chosen.collect])
+            given = [load_summary(path) for path in chosen.collect]
+            summary = collect(given, chosen.without)
             _draw(summary, write_summary(summary, chosen.out), reporter)
         elif chosen.merge:
             results = merge([load_results(path) for path in chosen.merge])
@@ -443,12 +476,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             _draw(summary, results.save(chosen.out), reporter)
         else:
             config = _configured(chosen)
-            if chosen.mode == "server" and (found := server_problems(config)):
-                raise ConfigError("server mode: " + "; ".join(found))
+            arms = (chosen.arm,) if chosen.arm else ARMS
+            if chosen.mode == "server":
+                # The second arm starts when the first has done all its points.
+                found = [*server_problems(config), *port_problems(chosen.port, arms)]
+                _refuse(chosen.config, found)
             options = Options(
                 out=chosen.out.resolve(),
                 mode=chosen.mode,
-                arms=(chosen.arm,) if chosen.arm else ARMS,
+                arms=arms,
                 repeats=chosen.repeats,
                 budget_s=chosen.budget_s,
                 session=chosen.session,

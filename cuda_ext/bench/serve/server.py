@@ -3,6 +3,10 @@
 The client's file has the times of every request; what the server says of itself is read from its
 `/metrics` while a point runs, and from its log. Two servers share a GPU by vLLM's sleep mode, whose
 HTTP calls need VLLM_SERVER_DEV_MODE, or one is stopped before the other starts.
+
+What the other mode does within the engine's process, none can do to a server: no profile, no
+weights of a trained one's size, and no planted fault that the gate has to see. What asks for the
+first two is refused (`server_problems`), and the result says the rest (`checks.server_notes`).
 """
 
 from __future__ import annotations
@@ -43,9 +47,37 @@ ANSWER_S = 600.0
 FIT_TOKENS = 8192
 _FIT = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
 _ACTIVE = "ReplaySSM is active for"
+_LINE = re.compile(
+    r"(?P<prefix>(?:\([^()]* pid=\d+\) ?)?"
+    r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)(?:: +| [\d-]+(?: [\d:.]+)? \[[^\]]*\] ?))?)"
+    r"(?P<said>.*)"
+)
+"""A line of vLLM's log, or of uvicorn's. vLLM's prefix stands before each line of a message, and
+before none of a raw traceback."""
 _ERROR = re.compile(r"\b\w*(Error|Exception): .*")
-_HARMLESS = re.compile(r" (INFO|WARNING) ")
-LAST_ERRORS = 5
+_BETWEEN_ERRORS = re.compile(
+    r'Traceback \(most recent|  File "|During handling of|The above exception was'
+    r"|\S+\.py:\d+: \w*Warning: "
+)
+_HARMLESS = ("DEBUG", "INFO", "WARNING")
+LAST_ERRORS, ERROR_LINES = 5, 30
+LAST_PORT = 65534
+"""The second server's is the next."""
+ONE_WAY = frozenset(
+    {
+        "headless",
+        "grpc",
+        "data-parallel-multi-port-external-lb",
+        "disable-log-stats",
+        "aggregate-engine-logging",
+    }
+)
+"""Switches of `vllm serve` without a `--no-` form, in 0.31.0 and 0.33.0; all are off by default."""
+_UNMEASURED = {
+    "disable-log-stats": "its metrics are what is read of a server",
+    "headless": "it would answer no request",
+    "grpc": "it is asked over HTTP",
+}
 _GAUGES = {
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",
@@ -59,13 +91,59 @@ _COUNTERS = {
 
 
 def server_problems(config: BenchConfig) -> list[str]:
-    """Why a config can't be run with a server."""
+    """Why a config can't be run with a server; each with its key and what to write."""
     found = []
     if config.shape is not None:
         found.append("shape: it has no tokenizer, which the client needs; name serve.model")
     if config.flag("skip-tokenizer-init"):
         found.append("serve.skip-tokenizer-init: the client needs a tokenizer")
+    found += [
+        f"serve.{name}: {why}; leave it out"
+        for name, why in _UNMEASURED.items()
+        if config.flag(name)
+    ]
+    if config.profile.concurrency:
+        found.append(
+            f"profile.concurrency: {config.profile.concurrency}, and a process of its own can't be "
+            "profiled; write [], and no --profile"
+        )
+    if config.load.token_ids is not None:
+        found.append(
+            f"load.token_ids: {list(config.load.token_ids)}, and vLLM's client makes its prompts "
+            "of any token; leave it out"
+        )
+    if config.flag("load-format") == "dummy" and config.dummy_weights != "vllm":
+        found.append(
+            f"dummy_weights: {config.dummy_weights}, and a server has those that vLLM makes; write "
+            "vllm, or no load-format dummy"
+        )
     return found
+
+
+def port_problems(port: int, arms: Sequence[Arm]) -> list[str]:
+    """Which arms' servers could not listen."""
+    found = []
+    for arm in arms:
+        number = port_of(arm, port)
+        if why := _why_no_port(number):
+            found.append(f"--port {port}: {number}, of {arm}, can't be had ({why}); name another")
+    return found
+
+
+def port_of(arm: Arm, port: int) -> int:
+    """An arm's port, of the two that begin with `port`."""
+    return port + (arm == "replay")
+
+
+def _why_no_port(port: int) -> str | None:
+    with socket.socket() as probe:
+        # As vLLM takes it: one that was closed a moment ago is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
 
 
 def metric_sums(text: str) -> dict[str, float]:
@@ -141,21 +219,42 @@ def records_of(result: Mapping[str, Any], asked_tokens: int) -> list[Record]:
 def last_words(log: Path) -> str:
     """Why a server ended: the last different errors in its log, or its last lines if it has none.
 
-    An engine's own error is followed by pages of those that it leads to, and of the shutdown.
+    An engine's own error is followed by pages of those that it leads to, and of the shutdown. The
+    further lines of an error are of the same message, or, of a raw traceback, stand below it; those
+    are where a refusal names its flags.
     """
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    found = [_ERROR.search(line) for line in lines if not _HARMLESS.search(line)]
-    errors = list(dict.fromkeys(one[0] for one in found if one))
-    return "\n".join(errors[-LAST_ERRORS:]) or log_tail(log)
+    errors: list[list[str]] = []
+    prefix: str | None = None
+    for line in lines:
+        found = _LINE.fullmatch(line)
+        assert found is not None
+        said = found["said"]
+        follows = prefix == found["prefix"] and not _BETWEEN_ERRORS.match(said)
+        if follows and (not said or said[0].isspace()):
+            errors[-1].append(said)
+            continue
+        error = None if found["level"] in _HARMLESS else _ERROR.search(said)
+        if error:
+            errors.append([error[0]])
+            prefix = found["prefix"]
+        elif follows:
+            errors[-1].append(said)
+        else:
+            prefix = None
+    told = dict.fromkeys("\n".join(error[:ERROR_LINES]).rstrip() for error in errors)
+    return "\n".join(list(told)[-LAST_ERRORS:]) or log_tail(log)
 
 
 def switches_off(flags: Mapping[str, Any]) -> list[str]:
-    """The flags that are false, as options.
+    """The flags that are false, as options, but for those that can only be switched on.
 
     vLLM 0.31.0 passes over a false in the file of `--config`: it looks for the `--no-` form among
     the options of the program, where those of `serve` are not.
     """
-    return [f"--no-{name}" for name, value in flags.items() if value is False]
+    return [
+        f"--no-{name}" for name, value in flags.items() if value is False and name not in ONE_WAY
+    ]
 
 
 class _Sampler:
@@ -245,7 +344,7 @@ class ServerArm:
         self._environment = envs.with_overrides(variables)
         # The same in both arms; and its library goes by a proxy if there is one.
         self._client_environment = self._environment | {"VLLM_PLUGINS": "", "no_proxy": HOST}
-        self._port = port + (arm == "replay")
+        self._port = port_of(arm, port)
         self._url = f"http://{HOST}:{self._port}"
         self.log = folder / f"{arm}.log"
         self._client_log = folder / f"{arm}.client.log"
@@ -285,16 +384,10 @@ class ServerArm:
 
     def _check_port(self) -> None:
         """Another's server there would be measured in place of this one."""
-        with socket.socket() as probe:
-            # As vLLM takes it: one that was closed a moment ago is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, self._port))
-            except OSError as error:
-                raise ArmFailed(
-                    f"{self.arm}: port {self._port} can't be had ({error.strerror}); name another "
-                    "with --port"
-                ) from None
+        if why := _why_no_port(self._port):
+            raise ArmFailed(
+                f"{self.arm}: port {self._port} can't be had ({why}); name another with --port"
+            )
 
     def _check_alive(self, awaited: str) -> None:
         assert self._process is not None

@@ -6,6 +6,7 @@ drafts; the gate's log-probabilities are the real ones.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 import bench_on_cpu
 import pytest
 import tiny_models
+
+from cuda_ext.bench.serve.server import ONE_WAY, switches_off
+from vllm_gaudi_ext.planner.serve_args import vllm_argument_parser
 
 CONTENT: dict[str, Any] = {
     "name": "serve-cpu",
@@ -43,6 +47,22 @@ def result(models: Callable[[Any], Path], tmp_path_factory: pytest.TempPathFacto
     content = bench_on_cpu.COMMON | CONTENT | {"serve": serve}
     out = bench_on_cpu.run(content, tmp_path_factory.mktemp("bench"))
     return json.loads((out / "serve-cpu.json").read_text())
+
+
+def test_every_switch_of_vllm_can_be_said_to_be_off() -> None:
+    """Where a switch has no `--no-` form, by leaving it out."""
+    parser = vllm_argument_parser()
+    switches = [action for action in parser._actions if action.nargs == 0 and action.dest != "help"]
+    one_way = {
+        action.option_strings[0].removeprefix("--")
+        for action in switches
+        if not isinstance(action, argparse.BooleanOptionalAction)
+    }
+    assert one_way == ONE_WAY
+    flags = {action.option_strings[0].removeprefix("--"): False for action in switches}
+    assert len(flags) > 50
+    parsed = parser.parse_args(["some/model", *switches_off(flags)])
+    assert [action.dest for action in switches if getattr(parsed, action.dest)] == []
 
 
 def test_each_arm_was_served_by_its_own_layers(result: Any) -> None:

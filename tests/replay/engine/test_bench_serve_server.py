@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,12 @@ from typing import Any
 import bench_on_cpu
 import pytest
 import tiny_models
+from free_ports import free_ports
 
 from cuda_ext.bench.serve.arms import ArmFailed
 from cuda_ext.bench.serve.config import arm_environment, arm_flags, checked_config
 from cuda_ext.bench.serve.load import Point
-from cuda_ext.bench.serve.server import HOST, ServerArm
+from cuda_ext.bench.serve.server import ServerArm
 
 pytestmark = pytest.mark.slow
 
@@ -56,23 +56,10 @@ def content(models: Callable[[Any], Path]) -> dict[str, Any]:
     return bench_on_cpu.COMMON | CONTENT | {"serve": serve}
 
 
-def free_ports() -> int:
-    """The first of two, side by side, that nobody listens on."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind((HOST, 0))
-            port = int(one.getsockname()[1])
-            try:
-                other.bind((HOST, port + 1))
-            except OSError:
-                continue
-            return port
-
-
 @pytest.fixture(scope="module")
 def folder(content: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the run left: results, logs, and the client's last file of each arm."""
-    arguments = ["--mode", "server", "--port", str(free_ports())]
+    arguments = ["--mode", "server", "--port", str(free_ports(2))]
     return bench_on_cpu.run(content, tmp_path_factory.mktemp("server"), *arguments)
 
 
@@ -122,6 +109,8 @@ def test_the_gate_is_green_by_what_the_servers_said(result: Any) -> None:
         # Two implementations in bf16: nothing would be compared where they agreed in every bit.
         assert 0 < check["value"] <= check["limit"]
         assert "says little" not in check["note"]
+    # Of all that is said of other modes too, one line is of servers.
+    assert [note[:16] for note in result["notes"]] == ["no planted fault"]
 
 
 def test_every_point_has_both_arms_and_its_figures(result: Any) -> None:
@@ -139,8 +128,9 @@ def test_every_point_has_both_arms_and_its_figures(result: Any) -> None:
         assert 0 < point["ttft_p50_s"] < point["e2e_p50_s"] <= point["wall_s"]
         assert point["output_tok_s"] > 0
         assert point["tpot_p50_ms"] > 0
-        assert 1 <= point["running_max"] <= most
-        assert 0 < point["kv_usage_max"] < 1
+        # As often as the server was asked meanwhile, which may be never in so short a point.
+        assert point["running_max"] <= most
+        assert point["kv_usage_max"] < 1
         assert point["preemptions"] == 0
         # Some drafts are accepted, and not all.
         assert 1 < point["acceptance_length"] < DRAFTS + 1
@@ -179,11 +169,13 @@ def test_an_engine_that_is_killed_ends_its_point(content: dict[str, Any], tmp_pa
     """Requests of a dead engine fail one by one, and the client calls that a result."""
     config = checked_config(content, "bench.yaml")
     flags, environment = arm_flags(config, "replay"), arm_environment(config, "replay")
-    arm = ServerArm("replay", config, flags, environment, tmp_path, None, port=free_ports())
+    arm = ServerArm("replay", config, flags, environment, tmp_path, None, port=free_ports(2))
     killed = []
 
-    def kill(found: dict[str, Any]) -> None:
-        if found["running"] and not killed:
+    def kill(_: dict[str, Any]) -> None:
+        # Here a point lasts until its figures were seen.
+        found = {} if killed else arm._metrics()
+        if found.get("running") and found["usage"]:
             (engine,) = set(re.findall(r"EngineCore pid=(\d+)", arm.log.read_text()))
             os.kill(int(engine), signal.SIGKILL)
             killed.append(engine)
