@@ -34,6 +34,9 @@ def test_requests_are_random_but_the_same_for_one_seed() -> None:
     aborted = [request for request in some if request.abort_after is not None]
     assert 60 < len(aborted) < 140
     assert all(r.abort_after < r.tokens for r in aborted if r.abort_after is not None)
+    at_once = [request for request in aborted if request.abort_after == load.AT_ONCE]
+    assert 10 < len(at_once) < 50
+    assert {request.end for request in at_once} == {0}
     assert len(Counter(request.tokens for request in some)) > 50
 
 
@@ -104,14 +107,60 @@ def test_what_is_usual_is_the_worse_of_two_rounds_and_what_they_differ_in() -> N
 
 def test_a_model_that_can_not_copy_these_texts_is_of_no_use() -> None:
     """Or every answer might be wrong behind a green gate, as a whole soak's once were."""
-    words = WORDS * len(TRUTHS)
-    right = [spoiled(TRUTHS[0], int(task.MAY_ERR * words)), *TRUTHS[1:]]
-    assert checks.usual([right, TRUTHS], TRUTHS).problem((20, 40)) is None
-    wrong = [right[0], spoiled(TRUTHS[1], 1), *TRUTHS[2:]]
+    few = int(task.MAY_ERR * WORDS * len(TRUTHS))
+    wrong = [spoiled(TRUTHS[0], few), spoiled(TRUTHS[1], 1), *TRUTHS[2:]]
     problem = checks.usual([TRUTHS, wrong], TRUTHS).problem((20, 40))
     assert problem is not None
     assert "5.6% of the words are wrong" in problem
     assert "20 to 40 words, and --words" in problem
+
+
+def test_what_few_words_do_not_show_may_not_hide_a_fault() -> None:
+    """With 160 words any gate let 15 % of wrong ones through."""
+    assert checks.Usual(0.0, 0.0, 480, []).problem((40, 40)) is None
+    assert checks.Usual(0.0, 0.0, 479, []).problem((40, 40)) is not None
+    problem = checks.Usual(0.0, 0.0, 160, []).problem((40, 40))
+    assert problem is not None
+    assert "15.0% of the words might be wrong" in problem
+    assert "15.0% is for what 160 words do not show" in problem
+    assert "--count or --words for 480 at least" in problem
+
+
+def test_rounds_that_differ_may_not_hide_a_fault() -> None:
+    """4.6 % wrong and 8.8 % different allowed 13.5 %, and with rows lost 12.6 % were wrong."""
+    problem = checks.Usual(0.046, 0.088, 24_000, []).problem((20, 400))
+    assert problem is not None
+    assert "with drafts 13.5% of the words might be wrong" in problem
+    assert "4.6% are without drafts, in 8.8% two batch compositions differ" in problem
+    assert "--words names lengths that the model was trained for" in problem
+    assert "--count" not in problem
+
+
+def test_more_words_are_asked_for_where_they_help() -> None:
+    problem = checks.Usual(0.02, 0.01, 1000, []).problem((20, 400))
+    assert problem is not None
+    assert "--count or --words for 1200 at least" in problem
+    assert checks.Usual(0.02, 0.01, 1201, []).problem((20, 400)) is None
+
+
+def test_exact_answers_must_be_known_for_the_most_part() -> None:
+    answers = [[1] * 40, [2] * 9]
+    assert checks.exact_problem(answers, 98, [(), ()], None) is None
+    problem = checks.exact_problem(answers, 99, [(), ()], None)
+    assert problem is not None
+    assert "of 99 tokens of the answers 49 are clear" in problem
+
+
+def test_exact_answers_to_copy_texts_must_be_right() -> None:
+    """An engine that is wrong without drafts as with them agrees with itself."""
+    words, asked = (WORDS, WORDS), sum(len(truth) for truth in TRUTHS)
+    cut = [truth[: -1 - number] for number, truth in enumerate(TRUTHS)]
+    assert checks.exact_problem(cut, asked, TRUTHS, words) is None
+    wrong = [spoiled(cut[0], 9), *cut[1:]]
+    problem = checks.exact_problem(wrong, asked, TRUTHS, words)
+    assert problem is not None
+    assert "without drafts 5.8% of the words are wrong" in problem
+    assert "40 to 40 words, and --words" in problem
 
 
 def samples(count: int = 16, **slope: float) -> list[checks.Sample]:
@@ -125,6 +174,8 @@ def samples(count: int = 16, **slope: float) -> list[checks.Sample]:
             running=8,
             waiting=0,
             finished=n,
+            preempted=n,
+            accepted=9 * n,
             **{k: v + int(slope.get(k, 0) * n * checks.MIB) for k, v in base.items()},
         )
         for n in range(count)
@@ -142,10 +193,20 @@ def green() -> tuple[dict[str, Any], checks.Tally]:
     result = {
         "layers": "ReplayGatedDeltaNetAttention",
         "added": 50,
+        "answers": 50,
+        "finished": 45,
         "aborted": 5,
+        "aborted_unanswered": 1,
         "preempted": 3.0,
+        "proposed": 1000.0,
         "accepted": 800.0,
         "drafting": True,
+        "concurrency": 40,
+        "mean_running": 36.0,
+        "pool": 0.9,
+        "pool_blocks": 90,
+        "least_free_blocks": 0,
+        "ended_early": [],
         "free_blocks_before": 90,
         "free_blocks_after": 90,
         "growth_mib": checks.growth(samples()),
@@ -161,15 +222,29 @@ def test_a_sound_soak_is_green() -> None:
 RED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "stock": ({"layers": "QwenGatedDeltaNetAttention"}, {}, "served by Qwen"),
     "an answer is lost": ({"added": 51}, {}, "51 requests were sent, 50 answers came back"),
-    "all aborted": ({}, {"aborted": 50}, "no request was finished"),
+    "a stock layer beside": (
+        {"layers": "QwenGatedDeltaNetAttention, ReplayGatedDeltaNetAttention"},
+        {},
+        "served by QwenGatedDeltaNetAttention, Replay",
+    ),
+    "no GDN layer": ({"layers": ""}, {}, "served by "),
+    "nearly all aborted": ({"finished": 39}, {}, "39 requests were finished, fewer than are sent"),
+    "one at a time": ({"mean_running": 17.9}, {}, "17.9 requests ran at a time on average"),
     "short": ({}, {"short": 2}, "2 answers have another length"),
     "wrong": ({}, {"wrong": 1, "first_wrong": "x: token 3"}, "1 of 50 answers are wrong: x: tok"),
     "words": ({}, {"word_errors": 5}, "5 of 1000 words are wrong, 4 allowed"),
     "nan": ({}, {"not_finite": 1}, "1 of 70 log-probabilities"),
     "no logprobs": ({}, {"logprobs": 0}, "0 of 0 log-probabilities"),
-    "no preemption": ({"preempted": 0.0}, {}, "no request was preempted"),
-    "no abort": ({"aborted": 0}, {}, "no request was aborted"),
-    "no draft": ({"accepted": 0.0}, {}, "no draft was accepted"),
+    "no preemption": (
+        {"preempted": 0.0, "least_free_blocks": 7},
+        {},
+        "no request was preempted: --pool 0.9 left 7 of 90 blocks free at the least: lower it",
+    ),
+    "no abort": ({"aborted": 0, "aborted_unanswered": 0}, {}, "no request was aborted"),
+    "none aborted at once": ({"aborted_unanswered": 0}, {}, "aborted before its first token"),
+    "no draft": ({"accepted": 0.0}, {}, "0 drafts were accepted in 50 answers: --speculative"),
+    "hardly a draft": ({"accepted": 49.0}, {}, "49 drafts were accepted in 50 answers"),
+    "no draft refused": ({"proposed": 800.0}, {}, "none of 800 drafts was refused"),
     "leak": ({"free_blocks_after": 89}, {}, "90 blocks were free before the load, 89 are after"),
     "no samples": ({"growth_mib": {}}, {}, "growth of memory was not judged"),
     "torch grows": (
@@ -193,6 +268,30 @@ def test_red(name: str) -> None:
     found = checks.problems(result | changes, tally, 0.004)
     assert len(found) == 1, found
     assert text in found[0]
+
+
+def test_a_run_that_ended_early_is_red_for_that_alone() -> None:
+    result, tally = green()
+    result |= {"ended_early": ["ended after 20%"], "preempted": 0, "accepted": 0, "finished": 1}
+    result |= {"growth_mib": {}, "mean_running": 1.0}
+    assert checks.problems(result, tally, None) == ["ended after 20%"]
+    result |= {"free_blocks_after": 89}
+    assert len(checks.problems(result, tally, None)) == 2
+
+
+def test_a_run_ends_early_once_it_could_have_seen_what_it_has_not() -> None:
+    found, _ = green()
+    assert checks.in_vain(found, 1.0, 100) == []
+    assert checks.in_vain(found | {"accepted": 49.0, "drafting": False}, 1.0, 100) == []
+    found |= {"preempted": 0.0, "least_free_blocks": 7}
+    assert checks.in_vain(found, 0.19, 100) == []
+    assert checks.in_vain(found, 0.2, 3) == []
+    assert checks.in_vain(found | {"concurrency": 51}, 0.2, 4) == []
+    assert checks.in_vain(found, 0.2, 4) == [
+        "ended after 20% of the time: no request was preempted: --pool 0.9 left 7 of 90 blocks "
+        "free at the least: lower it"
+    ]
+    assert len(checks.in_vain(found | {"accepted": 49.0}, 0.2, 4)) == 2
 
 
 def test_log_probabilities_that_are_no_numbers_are_counted() -> None:

@@ -33,7 +33,6 @@ from cuda_ext.bench.faults import lost_rows
 from cuda_ext.bench.provenance import provenance
 from vllm_gaudi_ext import envs
 
-OUTPUT = 3072
 ACCEPTANCE_MAY_DIFFER = 0.03
 """Relative. Some 20,000 steps a round give the mean to 0.5 %; a round of other words, the same."""
 ROUNDS = ("together", "in halves")
@@ -347,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("copy-task"), help="folder of the result")
     parser.add_argument("--arms", default="stock,stock-no-drafts,replay,replay-lost-row")
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--output", type=int, default=OUTPUT, help="tokens of an answer")
+    parser.add_argument("--output", type=int, default=task.FULL_ANSWER, help="tokens of an answer")
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--seed", type=int, default=1_000_000, help="of the words")
     parser.add_argument("--options", type=json.loads, default={}, help="of vllm.LLM, as JSON")

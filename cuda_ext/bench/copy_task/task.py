@@ -24,6 +24,10 @@ VOCAB = 256
 LETTERS = 4
 WORD_TOKENS = 1 + LETTERS + 1
 """Tokens of a word with its end or tag."""
+FULL_ANSWER = 3072
+"""Tokens of the answers that the task is scored on."""
+FULL_WORDS = FULL_ANSWER // WORD_TOKENS
+"""Of a text with such an answer. `train` ends with this length, and no other is copied well."""
 MAY_ERR = 0.05
 """Share of the words that a model may have wrong by itself. Among more, a fault's hardly show."""
 

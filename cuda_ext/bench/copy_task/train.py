@@ -23,7 +23,6 @@ from torch import Tensor
 from cuda_ext.bench.copy_task import model as copy_model
 from cuda_ext.bench.copy_task import task
 
-FULL_WORDS = 3072 // task.WORD_TOKENS
 LONG_ENOUGH = 0.96
 """Share of right tokens at which the texts get longer."""
 WARM_UP = 100
@@ -266,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=32768, help="a step")
-    parser.add_argument("--words", type=int, default=FULL_WORDS, help="a text, in the end")
+    parser.add_argument("--words", type=int, default=task.FULL_WORDS, help="a text, in the end")
     parser.add_argument("--classes", type=int, default=task.CLASSES, help="a text, at most")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--enough", type=float, default=0.999, help="share of words that are right")

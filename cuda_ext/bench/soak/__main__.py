@@ -11,9 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cuda_ext.bench.copy_task import task
 from cuda_ext.bench.provenance import provenance
 from cuda_ext.bench.soak import checks
-from cuda_ext.bench.soak.engine import FAULTS, Job
+from cuda_ext.bench.soak.job import FAULTS, Job, refusals
 from vllm_gaudi_ext import envs
 
 START_S = 400
@@ -49,6 +50,25 @@ def child(what: str, job: Job, folder: Path, seconds: float, **told: Any) -> tup
     return None, f"process `{what}`: {why}; {log.name} says why"
 
 
+def judge(job: Job, answers: Mapping[str, Any]) -> tuple[checks.Usual | None, str | None]:
+    """What is usual without drafts, None where answers are exact; and why it is of no use."""
+    prompts, words = job.set_of_prompts(), job.prompts.get("words")
+    if len(answers["answers"]) != len(prompts) or job.exact == ("again" in answers):
+        return None, "--known names answers to other prompts, or of another dtype"
+    truths = [prompt.truth for prompt in prompts]
+    if job.exact:
+        asked = sum(prompt.answer for prompt in prompts)
+        return None, checks.exact_problem(answers["answers"], asked, truths, words)
+    assert words is not None, "answers to random prompts are compared in float32 only"
+    usual = checks.usual([answers["answers"], answers["again"]], truths)
+    print(
+        f"without drafts: {usual.word_error_rate:.4%} of the words are wrong, with drafts "
+        f"{usual.allowed:.4%} may be",
+        flush=True,
+    )
+    return usual, usual.problem(words)
+
+
 def soak(job: Job, folder: Path, known: Path | None) -> dict[str, Any]:
     """Both processes and the gate; `gate`, `problems`, and what was found.
 
@@ -57,20 +77,17 @@ def soak(job: Job, folder: Path, known: Path | None) -> dict[str, Any]:
         folder: of the processes' results.
         known: answers of an earlier run of the same model, prompts and options.
     """
+    if refused := refusals(job):
+        return {"gate": "red", "problems": refused}
     if known is None:
         found, problem = child("answers", job, folder, START_S)
         if found is None:
             return {"gate": "red", "problems": [problem]}
         known = folder / "answers.json"
     answers = json.loads(known.read_text())
-    usual = None
-    if not job.exact:
-        truths = [prompt.truth for prompt in job.set_of_prompts()]
-        usual = checks.usual([answers["answers"], answers["again"]], truths)
-        print(f"without drafts: {usual.word_error_rate:.4%} of the words are wrong", flush=True)
-        useless = usual.problem(job.prompts["words"])
-        if useless is not None:
-            return {"gate": "red", "problems": [useless]}
+    usual, useless = judge(job, answers)
+    if useless is not None:
+        return {"gate": "red", "problems": [useless]}
     result, problem = child(
         "serve",
         job,
@@ -110,11 +127,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--aborts", type=float, default=0.05, help="share of the requests")
     parser.add_argument(
-        "--pool", type=float, default=0.9, help="share of what that many mean requests hold"
+        "--pool",
+        type=float,
+        default=0.9,
+        help="blocks, as a share of what that many requests hold on average over their lives: by "
+        "KV cache group one of GDN layers, and what prompt and answer so far fill (of answers of "
+        "any length up to A, that is prompt + A / 3); below 1, or none is preempted",
     )
     parser.add_argument("--prompts", choices=("copy", "random"), default="copy")
     parser.add_argument("--count", type=int, default=96, help="prompts of the fixed set")
-    parser.add_argument("--words", type=_pair, default=(20, 400), help="of copy texts, LOW:HIGH")
+    parser.add_argument(
+        "--words",
+        type=_pair,
+        default=(task.FULL_WORDS, task.FULL_WORDS),
+        help="of copy texts, LOW:HIGH; by default those that copy_task.train ends with",
+    )
     parser.add_argument("--lengths", type=_pair, default=(8, 1200), help="of random prompts")
     parser.add_argument("--answers", type=_pair, default=(16, 600), help="to random prompts")
     parser.add_argument(

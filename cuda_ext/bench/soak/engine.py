@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,59 +17,16 @@ import torch
 
 from cuda_ext.bench.faults import lost_rows
 from cuda_ext.bench.soak import load
-from cuda_ext.bench.soak.checks import Sample, Tally, Usual, growth
+from cuda_ext.bench.soak.checks import Sample, Tally, Usual, growth, in_vain
+from cuda_ext.bench.soak.job import Job
 
 NEARLY_ALIKE = 2e-4
 """Log-probabilities that two ways to compute the same in fp32 may put in either order
 (tests/replay/engine/replay_engine.py, `TOLERANCE`)."""
 WITH_LOGPROBS = 8
 """One request in so many asks for them."""
-FAULTS = ("lost-row", "leaked-block")
-"""To see the gate red: a row lost in each fold, and a block that never comes back."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What both processes are told.
-
-    Args:
-        model: folder of the checkpoint.
-        prompts: arguments of `load.copy_prompts`, or with `random` true of `load.random_prompts`.
-        random: the kind of prompts.
-        options: further arguments of `vllm.LLM`.
-        speculative: vLLM's `speculative_config`.
-        concurrency: requests in the engine at any time.
-        minutes: of load.
-        aborts: share of the requests.
-        pool: blocks, as a share of what `concurrency` requests of mean length hold.
-        every: seconds from sample to sample; 0 for a sample after each step.
-        seed: of the load.
-        fault: one of `FAULTS`, to see the gate red.
-        most: requests; None for as many as the minutes hold.
-    """
-
-    model: str
-    prompts: Mapping[str, Any]
-    random: bool
-    options: Mapping[str, Any]
-    speculative: Mapping[str, Any]
-    concurrency: int
-    minutes: float
-    aborts: float
-    pool: float
-    every: float
-    seed: int
-    fault: str | None = None
-    most: int | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Whether answers must be equal token by token."""
-        return bool(self.options.get("dtype") == "float32")
-
-    def set_of_prompts(self) -> list[load.Prompt]:
-        pick = load.random_prompts if self.random else load.copy_prompts
-        return pick(**self.prompts)
+DRAWS = 4096
+"""Requests of the load by which the pool is measured."""
 
 
 def _start(job: Job, *, drafts: bool) -> Any:
@@ -163,44 +121,81 @@ class Soak:
         self._engine = llm.llm_engine
         self._llm, self._job, self._answers, self._usual = llm, job, answers, usual
         self._prompts = job.set_of_prompts()
-        self._requests = load.requests([len(a) for a in answers], job.aborts, job.seed)
+        self._requests = self._draw()
         self._running: dict[str, _Running] = {}
         self.tally = Tally()
         self.samples: list[Sample] = []
+        self.ended_early: list[str] = []
         self.added = self.aborted = self.steps = self.most_running = 0
+        self.aborted_unanswered = self.aborted_preempted = 0
+        self._loaded_steps = self._ran = self._used = 0
         core = self._engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._pool = core.scheduler.kv_cache_manager.block_pool
         self._keep_pool_small()
 
+    def _draw(self) -> Iterator[load.Request]:
+        return load.requests([len(a) for a in self._answers], self._job.aborts, self._job.seed)
+
     def _keep_pool_small(self) -> None:
         """Take blocks away, so that requests must be preempted."""
+        job = self._job
         groups = [
             None if hasattr(group.kv_cache_spec, "mamba_type") else group.kv_cache_spec.block_size
             for group in self._scheduler.kv_cache_config.kv_cache_groups
         ]
-        sizes = [
-            load.blocks_needed(len(prompt.tokens) + len(answer) // 2, groups)
-            for prompt, answer in zip(self._prompts, self._answers, strict=True)
-        ]
-        mean = sum(sizes) / len(sizes)
-        largest = max(load.blocks_needed(len(p.tokens) + p.answer, groups) for p in self._prompts)
+        ahead = load.tokens_ahead(
+            self._scheduler.num_spec_tokens,
+            self._scheduler.num_lookahead_tokens,
+            asynchronous=self._engine.vllm_config.scheduler_config.async_scheduling,
+        )
+        lengths = [len(prompt.tokens) for prompt in self._prompts]
+        mean = load.mean_blocks(lengths, islice(self._draw(), DRAWS), groups, ahead)
+        largest = max(
+            load.blocks_needed(len(p.tokens) + p.answer + ahead, groups) for p in self._prompts
+        )
         free = self._pool.get_num_free_blocks()
-        wanted = max(int(self._job.pool * self._job.concurrency * mean), largest + 2)
+        wanted = load.pool_blocks(job.pool, job.concurrency, mean, largest)
         if wanted > free:
             raise RuntimeError(
                 f"the pool has {free} blocks, {wanted} are wanted: raise kv_cache_memory_bytes or "
                 "num_gpu_blocks_override"
             )
         self._taken = self._pool.get_new_blocks(free - wanted) if free > wanted else []
-        self.groups, self.blocks = groups, wanted
+        self.groups, self.blocks, self.mean_blocks = groups, wanted, mean
+        self.least_free = wanted
+        self._counted = _counters(self._llm)
 
     @property
     def free_blocks(self) -> int:
         return int(self._pool.get_num_free_blocks())
 
+    def figures(self) -> dict[str, Any]:
+        """What `checks.problems` and `checks.in_vain` read of the load so far."""
+        now, steps = _counters(self._llm), max(1, self._loaded_steps)
+        return {
+            **{name: now[name] - self._counted[name] for name in now},
+            "drafting": bool(self._job.speculative),
+            "concurrency": self._job.concurrency,
+            "added": self.added,
+            "answers": self.tally.checked,
+            "finished": self.tally.checked - self.tally.aborted,
+            "aborted": self.aborted,
+            "aborted_unanswered": self.aborted_unanswered,
+            "aborted_preempted": self.aborted_preempted,
+            "most_running": self.most_running,
+            "mean_running": round(self._ran / steps, 2),
+            "pool": self._job.pool,
+            "pool_blocks": self.blocks,
+            "mean_blocks_in_use": round(self._used / steps, 1),
+            "least_free_blocks": self.least_free,
+            "ended_early": self.ended_early,
+        }
+
     def run(self, say: Callable[[str], None]) -> None:
         """Load for the job's minutes, then let what is there finish.
+
+        Where it is in vain, the load ends there, and what is there is aborted.
 
         Args:
             say: is given a line a sample.
@@ -209,17 +204,28 @@ class Soak:
         begin = time.monotonic()
         end, due = begin + 60 * job.minutes, begin + job.every
         while True:
-            more = time.monotonic() < end and (job.most is None or self.added < job.most)
+            more = time.monotonic() < end and not self.ended_early
+            more &= job.most is None or self.added < job.most
             while more and len(self._running) < job.concurrency:
                 self._add(next(self._requests))
                 more = job.most is None or self.added < job.most
             if not self._engine.has_unfinished_requests():
                 break
             self._step()
-            if more and due <= time.monotonic():
+            if not more:
+                continue
+            self._loaded_steps += 1
+            self._ran += len(self._scheduler.running)
+            self._used += self.blocks - self.free_blocks
+            if due <= time.monotonic():
                 due += job.every
-                self.samples.append(self._sample(time.monotonic() - begin))
+                seconds = time.monotonic() - begin
+                figures = self.figures()
+                self.samples.append(self._sample(seconds, figures))
                 say(json.dumps(asdict(self.samples[-1]) | {"wrong": self.tally.wrong}))
+                self.ended_early = in_vain(figures, seconds / (end - begin), len(self.samples))
+                if self.ended_early:
+                    self._abort(list(self._running))
                 if fault == "leaked-block" and self._pool.get_num_free_blocks():
                     self._pool.get_new_blocks(1)
                     fault = None
@@ -266,11 +272,38 @@ class Soak:
             elif request.abort_after is not None and len(running.tokens) > request.abort_after:
                 aborts.append(request.name)
         self.most_running = max(self.most_running, len(self._scheduler.running))
-        if aborts:
-            self._engine.abort_request(aborts)
-            for name in aborts:
-                self.aborted += 1
-                self._look(self._running[name], asked=None)
+        self.least_free = min(self.least_free, self.free_blocks)
+        preempted = [name for name in self._preempted() if name not in aborts]
+        self.aborted_preempted += len(preempted)
+        self._abort(aborts + preempted)
+        unanswered = [
+            name
+            for name, running in self._running.items()
+            if running.request.abort_after == load.AT_ONCE
+        ]
+        self._abort(unanswered)
+
+    def _preempted(self) -> list[str]:
+        """Of those that are to be aborted at some time, whoever was preempted and waits again."""
+        found = []
+        for waiting in self._scheduler.waiting:
+            # vLLM 0.31 puts random characters behind the name.
+            name = waiting.request_id
+            name = name if name in self._running else name.rpartition("-")[0]
+            running = self._running.get(name)
+            if running is None or running.request.abort_after is None:
+                continue
+            if waiting.status.name == "PREEMPTED":
+                found.append(name)
+        return found
+
+    def _abort(self, names: Sequence[str]) -> None:
+        if names:
+            self._engine.abort_request(list(names))
+        for name in names:
+            self.aborted += 1
+            self.aborted_unanswered += not self._running[name].tokens
+            self._look(self._running[name], asked=None)
 
     def _look(self, running: _Running, asked: int | None) -> None:
         request = running.request
@@ -288,7 +321,7 @@ class Soak:
                 usual=self._usual.by_prompt[request.prompt],
             )
 
-    def _sample(self, seconds: float) -> Sample:
+    def _sample(self, seconds: float, figures: Mapping[str, Any]) -> Sample:
         cuda = torch.cuda.is_available()
         return Sample(
             seconds=round(seconds, 1),
@@ -298,13 +331,16 @@ class Soak:
             free_blocks=self.free_blocks,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            finished=self.tally.checked - self.tally.aborted,
+            finished=figures["finished"],
+            preempted=int(figures["preempted"]),
+            accepted=int(figures["accepted"]),
         )
 
 
 def _counters(llm: Any) -> dict[str, float]:
     names = {
         "vllm:spec_decode_num_drafts": "drafted",
+        "vllm:spec_decode_num_draft_tokens": "proposed",
         "vllm:spec_decode_num_accepted_tokens": "accepted",
         "vllm:num_preemptions": "preempted",
     }
@@ -332,17 +368,17 @@ def _serve(job: Job, answers: Sequence[Sequence[int]], usual: Usual | None) -> d
     soak = Soak(llm, job, answers, usual)
     print(
         f"started in {started:.1f} s; {', '.join(layers)}; {type(runner).__module__}; "
-        f"{soak.blocks} blocks for groups {soak.groups}",
+        f"{soak.blocks} blocks for groups {soak.groups}; a request holds {soak.mean_blocks:.2f} on "
+        "average",
         flush=True,
     )
-    before, free = _counters(llm), soak.free_blocks
+    free = soak.free_blocks
     begin = time.monotonic()
     soak.run(lambda line: print(line, flush=True))
     seconds = time.monotonic() - begin
-    after, free_after = _counters(llm), soak.free_blocks
+    figures, free_after = soak.figures(), soak.free_blocks
     llm.llm_engine.engine_core.shutdown()
-    counted = {name: after[name] - before[name] for name in after}
-    steps = counted["drafted"]
+    drafted = figures["drafted"]
     return {
         "layers": ", ".join(sorted(layers)),
         "runner": type(runner).__module__,
@@ -351,16 +387,10 @@ def _serve(job: Job, answers: Sequence[Sequence[int]], usual: Usual | None) -> d
         "seconds_to_start": round(started, 1),
         "seconds": round(seconds, 1),
         "steps": soak.steps,
-        "added": soak.added,
-        "finished": soak.tally.checked - soak.tally.aborted,
-        "aborted": soak.aborted,
-        "preempted": counted["preempted"],
-        "accepted": counted["accepted"],
-        "drafting": bool(job.speculative),
-        "acceptance_length": round(1 + counted["accepted"] / steps, 3) if steps else None,
+        **figures,
+        "acceptance_length": round(1 + figures["accepted"] / drafted, 3) if drafted else None,
         "output_tok_s": round(soak.tally.tokens / seconds, 1),
-        "most_running": soak.most_running,
-        "pool_blocks": soak.blocks,
+        "mean_blocks_of_a_request": round(soak.mean_blocks, 3),
         "tokens_of_a_block_by_group": soak.groups,
         "free_blocks_before": free,
         "free_blocks_after": free_after,
