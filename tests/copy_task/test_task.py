@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, strategies
 
 from cuda_ext.bench.copy_task import task
 
@@ -112,3 +114,23 @@ def test_split_keeps_every_token() -> None:
     words = list(task.split(ANSWER[:-2]))
     assert [token for word in words for token in word] == ANSWER[:-2]
     assert len(words) == 20
+
+
+def edits(mine: Sequence[int], theirs: Sequence[int]) -> int:
+    """Levenshtein's definition, of words of one tag each."""
+    if not mine or not theirs:
+        return len(mine) + len(theirs)
+    return min(
+        edits(mine[1:], theirs) + 1,
+        edits(mine, theirs[1:]) + 1,
+        edits(mine[1:], theirs[1:]) + (mine[0] != theirs[0]),
+    )
+
+
+tags = strategies.lists(strategies.sampled_from([tag(0), tag(1), tag(2)]), max_size=5)
+
+
+@given(tags, tags)
+def test_word_errors_are_the_fewest_edits(found: list[int], wanted: list[int]) -> None:
+    """What both begin and end with is left out of the table."""
+    assert task.word_errors(found, wanted) == edits(found, wanted)

@@ -73,7 +73,8 @@ def check(step: Step, q: Tensor, before: Step) -> None:
         positions = torch.arange(request.start, request.start + request.rows, device=q.device)
         rows = dict(zip("qkv", mixed_rows(before, i), strict=True))
         assert error(q[part], rows["q"]) < tolerance, request
-        assert not rounded or rounded_alike(q[part], rows["q"]) > ROUNDED_ALIKE, request
+        alike = rounded_alike(q[part], rows["q"])
+        assert not rounded or alike > ROUNDED_ALIKE, (request, alike)
         for name, ring in states(step.pages).items():
             if name == "ssm":
                 continue

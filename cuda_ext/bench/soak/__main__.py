@@ -125,7 +125,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("soak"), help="folder of the result")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--concurrency", type=int, default=256)
-    parser.add_argument("--aborts", type=float, default=0.05, help="share of the requests")
+    parser.add_argument(
+        "--aborts",
+        type=float,
+        default=0.05,
+        help="share of the requests: a quarter of them before the first token, the others within "
+        "their answer, or where they are preempted before that",
+    )
     parser.add_argument(
         "--pool",
         type=float,

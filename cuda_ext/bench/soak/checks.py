@@ -58,7 +58,8 @@ class Sample:
         free_blocks: of the pool.
         running, waiting: requests.
         finished: requests so far.
-        preempted: requests so far, each time counted.
+        preempted: requests so far, each time counted; by vLLM's counter, which hears of it with
+            the request's next output, and never where it is aborted before.
         accepted: drafts so far.
     """
 
@@ -82,8 +83,10 @@ class Tally:
         checked: answers, `aborted` of them cut short.
         tokens: compared.
         wrong: answers that differ (`exact`) or are ruined (`words`).
-        first_wrong: of the first of them, what to look at.
+        short: answers of another length than was asked for.
+        first_wrong: of the first wrong one, what to look at.
         words, word_errors: of `words`.
+        not_finite, logprobs: log-probabilities that are NaN or infinite, and all that were seen.
     """
 
     checked: int = 0
@@ -371,7 +374,7 @@ def _too_little(result: Mapping[str, Any]) -> list[str]:
         found.append("no request was aborted before its first token: raise --aborts or --minutes")
     if result["drafting"] and result["proposed"] <= result["accepted"]:
         found.append(f"none of {result['proposed']:.0f} drafts was refused")
-    least = RUNNING * min(1.0, result["pool"]) * concurrency
+    least = RUNNING * result["pool"] * concurrency
     if running < least:
         found.append(
             f"{running:.1f} requests ran at a time on average, and {least:.1f} must: --options "

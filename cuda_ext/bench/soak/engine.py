@@ -159,7 +159,7 @@ class Soak:
         if wanted > free:
             raise RuntimeError(
                 f"the pool has {free} blocks, {wanted} are wanted: raise kv_cache_memory_bytes or "
-                "num_gpu_blocks_override"
+                "num_gpu_blocks_override in --options"
             )
         self._taken = self._pool.get_new_blocks(free - wanted) if free > wanted else []
         self.groups, self.blocks, self.mean_blocks = groups, wanted, mean
@@ -168,6 +168,7 @@ class Soak:
 
     @property
     def free_blocks(self) -> int:
+        """Of the pool, at this moment."""
         return int(self._pool.get_num_free_blocks())
 
     def figures(self) -> dict[str, Any]:

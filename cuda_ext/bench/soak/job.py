@@ -54,6 +54,7 @@ class Job:
         return bool(self.options.get("dtype") == "float32")
 
     def set_of_prompts(self) -> list[load.Prompt]:
+        """The prompts of all requests, the same in both processes."""
         pick = load.random_prompts if self.random else load.copy_prompts
         return pick(**self.prompts)
 
