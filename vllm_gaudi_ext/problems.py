@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -22,6 +22,16 @@ class Problem:
         return f"{self.what} -> {self.fix}"
 
 
+def numbered(texts: Iterable[object]) -> str:
+    """Each on a line of its own with its number, and a line break before the first."""
+    return "".join(f"\n  {number}. {text}" for number, text in enumerate(texts, 1))
+
+
+def counted(problems: Sequence[object]) -> str:
+    """How many there are, as in "1 problem" or "2 problems"."""
+    return f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+
+
 def refuse(subject: str, problems: Sequence[Problem], otherwise: str | None = None) -> None:
     """Return where there is no problem.
 
@@ -35,9 +45,7 @@ def refuse(subject: str, problems: Sequence[Problem], otherwise: str | None = No
     """
     if not problems:
         return
-    lines = "\n".join(f"  {n}. {problem}" for n, problem in enumerate(problems, 1))
     raise RuntimeError(
-        f"gaudi_ext cannot {subject} ({len(problems)} "
-        f"problem{'s' if len(problems) > 1 else ''}):\n{lines}"
+        f"gaudi_ext cannot {subject} ({counted(problems)}):{numbered(problems)}"
         + (f"\n{otherwise}" if otherwise else "")
     )

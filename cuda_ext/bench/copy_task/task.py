@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
 
 END_OF_TEXT, BOS, COPY, END = 0, 1, 2, 3
 TAGS, FIRST_TAG = 8, 4
@@ -74,6 +73,17 @@ def split(tokens: Sequence[int]) -> Iterator[Word]:
         yield tuple(word)
 
 
+def whole_words(tokens: Sequence[int]) -> int:
+    """Tokens of an answer less the last word, where that was cut."""
+    return len(tokens) // WORD_TOKENS * WORD_TOKENS
+
+
+def _alike(mine: Sequence[Word], theirs: Sequence[Word]) -> int:
+    """Words that both begin with."""
+    pairs = enumerate(zip(mine, theirs, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
+
+
 def word_errors(found: Sequence[int], wanted: Sequence[int]) -> int:
     """Words to substitute, insert or delete to make one answer of another (Levenshtein).
 
@@ -83,10 +93,10 @@ def word_errors(found: Sequence[int], wanted: Sequence[int]) -> int:
     mine, theirs = list(split(found)), list(split(wanted))
     # What both begin or end with costs nothing. Of right answers that is all, and the table of two
     # whole ones takes as long as an engine's step.
-    while mine and theirs and mine[-1] == theirs[-1]:
-        del mine[-1], theirs[-1]
-    alike = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False))))
-    mine, theirs = mine[alike:], theirs[alike:]
+    first = _alike(mine, theirs)
+    mine, theirs = mine[first:], theirs[first:]
+    last = _alike(mine[::-1], theirs[::-1])
+    mine, theirs = mine[: len(mine) - last], theirs[: len(theirs) - last]
     above = list(range(len(theirs) + 1))
     for row, word in enumerate(mine, 1):
         line = [row]
@@ -98,9 +108,6 @@ def word_errors(found: Sequence[int], wanted: Sequence[int]) -> int:
 
 def first_wrong_word(found: Sequence[int], wanted: Sequence[int]) -> int | None:
     """Index of the first word that differs."""
-    theirs = list(split(wanted))
-    mine = list(split(found))
-    for index, word in enumerate(theirs):
-        if index >= len(mine) or mine[index] != word:
-            return index
-    return len(theirs) if len(mine) > len(theirs) else None
+    mine, theirs = list(split(found)), list(split(wanted))
+    index = _alike(mine, theirs)
+    return index if index < max(len(mine), len(theirs)) else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from vllm_gaudi_ext.config import KEY
 from vllm_gaudi_ext.planner.errors import PlanError
 from vllm_gaudi_ext.planner.facts import load_facts
 from vllm_gaudi_ext.planner.serve_args import read_yaml
+from vllm_gaudi_ext.problems import counted, numbered
 
 Arm = Literal["stock", "replay"]
 ARMS: tuple[Arm, Arm] = ("stock", "replay")
@@ -206,16 +207,22 @@ def checked_config(content: Mapping[str, Any], name: str) -> BenchConfig:
     try:
         config = BenchConfig.model_validate(dict(content))
     except ValidationError as error:
-        raise _refusal(name, [_problem(item) for item in error.errors(include_url=False)]) from None
+        raise refusal(name, [_problem(item) for item in error.errors(include_url=False)]) from None
     found = _problems(config)
     if found:
-        raise _refusal(name, found)
+        raise refusal(name, found)
     return config
 
 
-def _refusal(name: str, found: list[str]) -> ConfigError:
-    lines = "".join(f"\n  {n}. {text}" for n, text in enumerate(found, 1))
-    return ConfigError(f"{name}: {len(found)} problem{'s' if len(found) > 1 else ''}{lines}")
+def refusal(name: str, found: Sequence[str], where: str = "") -> ConfigError:
+    """The error that lists all problems of a config.
+
+    Args:
+        name: of the file.
+        found: the problems.
+        where: they are some, as in " in server mode".
+    """
+    return ConfigError(f"{name}: {counted(found)}{where}{numbered(found)}")
 
 
 def _problem(item: Any) -> str:

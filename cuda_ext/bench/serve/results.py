@@ -26,6 +26,7 @@ from cuda_ext.bench.serve.checks import (
 from cuda_ext.bench.serve.config import ARMS, BenchConfig
 from cuda_ext.bench.serve.load import Point, points
 from cuda_ext.bench.serve.measure import Run, figures
+from vllm_gaudi_ext.problems import numbered
 
 RATIOS = {
     # figure: whether ReplaySSM's stands above the line.
@@ -331,8 +332,7 @@ def merge(given: Sequence[Results]) -> Results:
             found.append(f"measured twice: {run.arm} at {run.label}, run {run.run}")
         seen.add(key)
     if found:
-        lines = "".join(f"\n  {n}. {text}" for n, text in enumerate(dict.fromkeys(found), 1))
-        raise MergeRefused(f"these are not arms of one run:{lines}")
+        raise MergeRefused(f"these are not arms of one run:{numbered(dict.fromkeys(found))}")
     commands = " && ".join(str(results.origin.get("command")) for results in given)
     failures = [results.failure for results in given if results.failure]
     return Results(
@@ -411,8 +411,7 @@ def collect(given: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> 
         if len(names) > 1
     ]
     if found:
-        lines = "".join(f"\n  {n}. {text}" for n, text in enumerate(dict.fromkeys(found), 1))
-        raise MergeRefused(f"these can't be collected:{lines}")
+        raise MergeRefused(f"these can't be collected:{numbered(dict.fromkeys(found))}")
     own = ("left_out", "failure", "checks", "notes", "profile", *_OF_A_SESSION)
     whole = {name: value for name, value in first.items() if name not in own}
     for name in ("left_out", "notes"):

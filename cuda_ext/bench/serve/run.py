@@ -32,6 +32,7 @@ from cuda_ext.bench.serve.config import (
     checked_config,
     find_config,
     load_config,
+    refusal,
 )
 from cuda_ext.bench.serve.load import points
 from cuda_ext.bench.serve.plan import Budget, Step, steps
@@ -429,18 +430,6 @@ def _set(whole: dict[str, Any], text: str) -> None:
     place[keys[-1]] = yaml.safe_load(value)
 
 
-def _refuse(config: str, found: Sequence[str]) -> None:
-    """Return where nothing was found.
-
-    Raises:
-        ConfigError: lists all of it.
-    """
-    if found:
-        lines = "".join(f"\n  {n}. {text}" for n, text in enumerate(found, 1))
-        count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
-        raise ConfigError(f"{config}: {count} in server mode{lines}")
-
-
 def _command(arguments: Sequence[str]) -> list[str]:
     """For the record: without the folder of the results, and with the config's name alone."""
     found, rest = ["gaudi-ext bench serve"], iter(arguments)
@@ -480,7 +469,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if chosen.mode == "server":
                 # The second arm starts when the first has done all its points.
                 found = [*server_problems(config), *port_problems(chosen.port, arms)]
-                _refuse(chosen.config, found)
+                if found:
+                    raise refusal(chosen.config, found, " in server mode")
             options = Options(
                 out=chosen.out.resolve(),
                 mode=chosen.mode,

@@ -137,7 +137,7 @@ class Tally:
             usual: word errors that an engine without drafts has in the whole answer.
         """
         self._count(found, asked)
-        whole = len(found) // task.WORD_TOKENS * task.WORD_TOKENS
+        whole = task.whole_words(found)
         words = whole // task.WORD_TOKENS
         errors = task.word_errors(found[:whole], truth[:whole])
         self.words, self.word_errors = self.words + words, self.word_errors + errors
@@ -248,7 +248,7 @@ def exact_problem(
         )
     if words is None:
         return None
-    whole = [len(answer) // task.WORD_TOKENS * task.WORD_TOKENS for answer in answers]
+    whole = [task.whole_words(answer) for answer in answers]
     errors = sum(
         task.word_errors(answer[:end], truth[:end])
         for answer, truth, end in zip(answers, truths, whole, strict=True)
