@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import bench_data
 import pytest
 import yaml
-from free_ports import free_ports
+from free_ports import free_ports, taken
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -475,9 +474,7 @@ def test_a_port_that_is_taken_is_told_before_any_server_starts(
     port = free_ports(2)
     asked = [server_yaml(tmp_path), "--mode", "server", "--interleave", interleave]
     asked += ["--port", str(port), "--out", str(tmp_path / "out")]
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", port + arm))
-        other.listen()
+    with taken(port + arm):
         assert runs.main(asked) == 2
     told = capsys.readouterr().err
     assert f"1. --port {port}: {port + arm}, of {runs.ARMS[arm]}, can't be had (" in told
@@ -492,9 +489,7 @@ def test_all_that_is_against_a_server_is_told_at_once(
     config = server_yaml(tmp_path, load=bench_data.CONTENT["load"] | {"token_ids": [10, 20]})
     asked = [config, "--mode", "server", "--profile", "2", "--port", str(port)]
     asked += ["--out", str(tmp_path / "out")]
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", port))
-        other.listen()
+    with taken(port):
         assert runs.main(asked) == 2
     told = capsys.readouterr().err.splitlines()
     assert told[0].endswith("bench.yaml: 3 problems in server mode")

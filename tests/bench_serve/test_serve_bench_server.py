@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import bench_data
 import pytest
-from free_ports import free_ports
+from free_ports import free_ports, taken
 from pydantic import BaseModel, ValidationError, model_validator
 
 from cuda_ext import refusals
@@ -232,9 +231,7 @@ def test_the_result_says_what_the_gate_of_servers_does_not_see() -> None:
 def test_each_arm_has_to_have_its_port() -> None:
     port = free_ports(2)
     assert port_problems(port, ("stock", "replay")) == []
-    with socket.socket() as other:
-        other.bind((server.HOST, port + 1))
-        other.listen()
+    with taken(port + 1):
         (told,) = port_problems(port, ("stock", "replay"))
         assert told.startswith(f"--port {port}: {port + 1}, of replay, can't be had (")
         assert port_problems(port, ("stock",)) == []
@@ -384,11 +381,8 @@ def test_a_server_with_a_prefix_cache_is_refused(stub: Callable[..., ServerArm])
 
 def test_a_port_that_another_listens_on_is_refused(stub: Callable[..., ServerArm]) -> None:
     arm = stub("well")
-    with socket.socket() as other:
-        other.bind((server.HOST, arm._port))
-        other.listen()
-        with pytest.raises(ArmFailed, match=f"port {arm._port} can't be had"):
-            arm.start(lambda _: None)
+    with taken(arm._port), pytest.raises(ArmFailed, match=f"port {arm._port} can't be had"):
+        arm.start(lambda _: None)
 
 
 def test_a_server_that_is_killed_ends_its_point(

@@ -30,13 +30,14 @@ def test_check_tells_the_stock_engine_from_ours(
     import harness
     import server
     import tiny_models
+    from free_ports import free_ports
 
     model = tiny_models.write(tiny_models.DENSE, tmp_path / "models")
     environment = harness.environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     environment.pop("VLLM_PLUGINS", None)
     if plugin is not None:
         environment["VLLM_PLUGINS"] = plugin
-    port = server.free_port()
+    port = free_ports()
     log = tmp_path / "serve.log"
     with server.serving(gaudi_flow.serve_command(model, port), port, log, environment) as running:
         running.wait_until_healthy(300, lambda seconds: None)

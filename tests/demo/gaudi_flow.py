@@ -185,11 +185,12 @@ def run(console: Console, result: dict[str, Any]) -> list[str]:
     import httpx
     import tiny_models
     from chat import ANSWER_SECONDS, Client
-    from server import free_port, serving
+    from free_ports import free_ports
+    from server import serving
 
     with step(console, "tiny checkpoint of Qwen3.5's shape, with tokenizer"):
         model = tiny_models.write(tiny_models.DENSE, BUILD / "models")
-    port, log = free_port(), BUILD / "demo-server.log"
+    port, log = free_ports(), BUILD / "demo-server.log"
     command = serve_command(model, port)
     result["server_command"] = command
     with serving(command, port, log, server_environment()) as server:

@@ -226,9 +226,10 @@ def run_arm(
     import harness
     import httpx
     from chat import ANSWER_SECONDS, Client
-    from server import free_port, serving
+    from free_ports import free_ports
+    from server import serving
 
-    port, log = free_port(), BUILD / f"demo-replay-{'drafts' if 'DFlash' in name else 'none'}.log"
+    port, log = free_ports(), BUILD / f"demo-replay-{'drafts' if 'DFlash' in name else 'none'}.log"
     flags = ("--enable-prompt-tokens-details",)
     command = flow.serve_command(model, port, NAME, REPLAY_ENGINE | options, *flags)
     said: dict[str, Any] = {"name": name, "server_command": command, "log": str(log)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,13 +20,6 @@ from prometheus_client.samples import Sample
 HOST = "127.0.0.1"
 STOP_SECONDS = 30
 POLL_SECONDS = 0.5
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:
@@ -93,7 +85,7 @@ def serving(
 
     Args:
         command: its arguments must make it listen on `HOST` and `port`.
-        port: see `free_port`.
+        port: see `free_ports`.
         log: takes its output, stdout and stderr.
         env: its environment.
     """

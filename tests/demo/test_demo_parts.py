@@ -25,6 +25,7 @@ import gaudi_flow
 import replay_flow
 import server
 from chat import Answer
+from free_ports import free_ports
 
 
 def answer(*steps: tuple[int, dict[str, float]]) -> Answer:
@@ -118,7 +119,7 @@ def test_a_server_that_ends_early_is_named_with_its_last_error(tmp_path: Path) -
     command, env = ["sh", "-c", script], {"PATH": "/usr/bin:/bin"}
 
     def serve() -> None:
-        with server.serving(command, server.free_port(), log, env) as running:
+        with server.serving(command, free_ports(), log, env) as running:
             running.wait_until_healthy(20, lambda _: None)
 
     with pytest.raises(server.DemoFailure, match="code 3: ValueError: no such model"):

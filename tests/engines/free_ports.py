@@ -1,9 +1,10 @@
-"""Ports of this machine that nobody listens on."""
+"""Ports of this machine that nobody listens on, and one that somebody does."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Iterator
 
 HOST = "127.0.0.1"
 
@@ -21,3 +22,12 @@ def free_ports(count: int = 1) -> int:
             except (OSError, OverflowError):
                 continue
             return first
+
+
+@contextlib.contextmanager
+def taken(port: int) -> Iterator[None]:
+    """Another listens on that port meanwhile."""
+    with socket.socket() as other:
+        other.bind((HOST, port))
+        other.listen()
+        yield

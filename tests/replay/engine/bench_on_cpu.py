@@ -49,3 +49,22 @@ def run(content: Mapping[str, Any], folder: Path, *arguments: str) -> Path:
     found = json.loads((out / f"{content['name']}.json").read_text())
     assert code == 0, json.dumps(found.get("failure") or found["checks"], indent=1)
     return out
+
+
+def checked_points(result: Any) -> Any:
+    """The points of a result, of which each loop has one of each arm, with its figures."""
+    points = result["points"]
+    assert [(point["loop"], point["arm"]) for point in points] == [
+        ("closed", "stock"),
+        ("closed", "replay"),
+        ("open", "stock"),
+        ("open", "replay"),
+    ]
+    for point in points:
+        assert 0 < point["ttft_p50_s"] < point["e2e_p50_s"]
+        assert point["output_tok_s"] > 0
+        assert point["tpot_p50_ms"] > 0
+        assert point["kv_usage_max"] < 1
+        assert point["preemptions"] == 0
+    assert len(result["ratios"]["points"]) == 2
+    return points

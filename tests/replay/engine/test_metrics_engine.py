@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import replay_engine
+from free_ports import free_ports
 from oracle_drafter import Policy, spoiled
 
 from cuda_ext.metrics.counts import Step, WaitingRows, read_step
@@ -415,7 +416,7 @@ def test_a_real_server_shows_them(
 
     options = replay_engine.OPTIONS | replay_engine.oracle(DRAFTS, known.file)
     del options["skip_tokenizer_init"]
-    port = server.free_port()
+    port = free_ports()
     command = flow.serve_command(models(replay_engine.SMALL), port, "tiny", options)
     environment = replay_engine.environment("gaudi_ext")
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
