@@ -310,7 +310,7 @@ def test_a_collection_can_be_read_shown_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["serve-h200-4b", "serve-h200-35b"])
+@pytest.mark.parametrize("name", ["serve-h200-4b", "serve-h200-4b-b32k", "serve-h200-35b"])
 def test_a_committed_result_can_be_collected(name: str) -> None:
     found = load_summary(RESULTS / f"{name}.json")
     names = list(dict.fromkeys(point["session"] for point in found["points"]))
