@@ -28,11 +28,13 @@ def register() -> None:
     except Exception as error:
         from vllm_gaudi_ext import versions
 
+        # Neither replay 'off' nor the override helps where there is nothing to register with.
         problem = versions.replay_version_problem(versions.installed_vllm())
+        other = f"{problem.what} -> install one of these, or take" if problem else "Take"
         raise RuntimeError(
             f"gaudi_ext refuses to start: it can't be registered with this vLLM "
-            f"({type(error).__name__}: {error}). "
-            + (str(problem) if problem else "Take gaudi_ext out of VLLM_PLUGINS to serve without")
+            f"({type(error).__name__}: {error}). {other} gaudi_ext out of VLLM_PLUGINS to serve "
+            "without it"
         ) from error
 
 

@@ -19,7 +19,9 @@ MIN_CAPABILITY = (8, 0)
 """Products of three TF32 or bfloat16 pieces need it."""
 REFERENCE_DEVICES = ("cpu", "cuda")
 DP_GRAPHS_FROM = "0.31.0"
-"""The first tested vLLM whose dummy steps point at the null page (`get_dummy_block_tables`)."""
+"""The first vLLM that was read whose dummy steps point at the null page (`get_dummy_block_tables`).
+
+Older ones start under the override of versions alone, which is no leave for wrong tokens."""
 
 # What computes a ReplaySSM step on a device type unless told otherwise: the kernels of
 # cuda_ext/ops, or the plain torch reference, which runs wherever torch does.

@@ -44,17 +44,17 @@ def is_before(found: str, version: str) -> bool:
 
 VLLM = Window("vllm", SpecifierSet(">=0.26.0,<0.26.1"))
 VLLM_GAUDI = Window("vllm-gaudi", SpecifierSet(">=0.26.0,<0.26.1"))
-# ReplaySSM needs no vllm-gaudi, so it follows vLLM by itself. The names and signatures that it uses
-# are checked against each of these (tests/replay/test_compat.py); README says where engines ran.
+# ReplaySSM needs no vllm-gaudi, so it follows vLLM by itself: in the engine of each of these it was
+# run (README says what). The names and signatures that it uses are checked against them, and
+# against 0.26.0, which only the override starts (tests/replay/test_compat.py).
 VLLM_FOR_REPLAY = tuple(
     Window("vllm", SpecifierSet(specifiers))
-    for specifiers in (">=0.26.0,<0.26.1", ">=0.31.0,<0.31.1", ">=0.33.0,<0.33.1")
+    for specifiers in (">=0.31.0,<0.31.1", ">=0.33.0,<0.33.1")
 )
 
-_FIX = (
-    "install a tested version, or set VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1 to go on without "
-    "any promise"
-)
+_OVERRIDE = "set VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS=1 to go on without any promise"
+_FIX = f"install a tested version, or {_OVERRIDE}"
+_REPLAY_FIX = f"install one of these, set replay to 'off', or {_OVERRIDE}"
 
 
 def installed_vllm() -> str | None:
@@ -101,7 +101,7 @@ def replay_version_problem(found: str | None) -> Problem | None:
     tested = " or ".join(str(window.supported) for window in VLLM_FOR_REPLAY)
     return Problem(
         f"vllm {found or 'is not installed'}, ReplaySSM is served with {tested}",
-        _FIX,
+        _REPLAY_FIX,
     )
 
 

@@ -4,7 +4,8 @@
 0.26.0 has no such method and assigns `kv_cache` from outside (`bind_kv_cache`, v1/worker/utils.py).
 Both end in that attribute, so it is the attribute that is watched.
 
-Until: 0.26.0 is no longer served. `bind_kv_cache` can then be overridden instead.
+Until: 0.26.0, which only the override of versions starts, is no longer looked up in
+tests/replay/test_compat.py. `bind_kv_cache` can then be overridden instead.
 """
 
 from __future__ import annotations

@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 from vllm_gaudi_ext.cli.app import app
 from vllm_gaudi_ext.gdn.refusals import ServingFacts, config_problems
 from vllm_gaudi_ext.planner.errors import PlanError
+from vllm_gaudi_ext.preflight.arguments import Asked
 from vllm_gaudi_ext.preflight.report import PreflightReport
 from vllm_gaudi_ext.preflight.run import preflight
+from vllm_gaudi_ext.preflight.serving import options_without_vllm
 from vllm_gaudi_ext.recipes import find_recipe, recipe_names
 
 GAUDI = {"VLLM_PLUGINS": "gaudi_ext", "VLLM_CONTIGUOUS_PA": "false"}
@@ -473,10 +475,51 @@ def test_block_is_that_of_the_layer_that_serves(check: Check) -> None:
 def test_drafts_are_served_with_replay_where_nothing_speaks_against_it(check: Check) -> None:
     served = DRAFTS | {"enable-prefix-caching": False}
     assert of_replay(check(served, platform="b200")) == []
-    data_parallel = {"data-parallel-size": 2}
-    said = of_replay(check(served | data_parallel, platform="b200"))
-    # Which vLLM is installed where the file is checked decides.
-    assert all(words.startswith("data parallelism is 2 on vllm 0.26.0") for words in said)
+    assert of_replay(check(served | {"data-parallel-size": 2}, platform="b200")) == []
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets a vLLM of that version take every file as it is written."""
+
+    def install(version: str) -> None:
+        def ask(parser: None, version: str, path: Path, content: dict[str, Any]) -> Asked:
+            return Asked(version, options_without_vllm(content))
+
+        monkeypatch.setattr("vllm_gaudi_ext.preflight.run.load_parser", lambda: (None, version))
+        monkeypatch.setattr("vllm_gaudi_ext.preflight.run.ask", ask)
+
+    return install
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.26.0", "0.32.0"])
+def test_the_vllm_that_is_installed_decides_whether_replay_is_served(
+    check: Check, installed: Callable[[str], None], version: str
+) -> None:
+    installed(version)
+    served = DRAFTS | {"enable-prefix-caching": False}
+    found = [p for p in check(served, platform="b200").problems if "ReplaySSM" in p.what]
+    if version in ("0.31.0", "0.33.0"):
+        assert found == []
+    else:
+        assert [p.what.split(" with ")[0] for p in found] == [
+            f"vllm {version}, ReplaySSM is served"
+        ]
+        assert "install one of these, set replay to 'off'" in found[0].fix
+    off = served | {"additional-config": {"gaudi_ext": {"replay": "off"}}}
+    assert of_replay(check(off, platform="b200")) == []
+    assert of_replay(check(platform="gaudi3")) == []
+
+
+def test_data_parallelism_on_gaudis_vllm_stays_refused_under_the_override(
+    check: Check, installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("0.26.0")
+    monkeypatch.setenv("VLLM_GAUDI_EXT_ALLOW_UNTESTED_VERSIONS", "1")
+    served = DRAFTS | {"enable-prefix-caching": False}
+    assert whats(check(served, platform="b200")) == ""
+    said = whats(check(served | {"data-parallel-size": 2}, platform="b200"))
+    assert said.startswith("data parallelism is 2 on vllm 0.26.0")
 
 
 def test_replay_asked_for_without_the_plugin_is_a_problem(check: Check) -> None:

@@ -40,7 +40,10 @@ GOOD = ReplayFacts(
 
 # One change each, and what its refusal must name: what was found, and the flag that changes it.
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "version": ({"vllm": "0.32.0"}, ["vllm 0.32.0,", "0.31.0", f"{OVERRIDE}=1"]),
+    "version": (
+        {"vllm": "0.32.0"},
+        ["vllm 0.32.0,", "0.31.0", "0.33.0", f"{OVERRIDE}=1", "set replay to 'off'"],
+    ),
     "vllm serves it itself": (
         {"native_replay": True},
         ["vllm 0.31.0 serves Qwen3_5ForConditionalGeneration", "'off'", "--use-replayssm"],
@@ -54,10 +57,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an old GPU": (
         {"device": "cuda", "capability": (7, 5)},
         ["is 7.5", "need 8.0", "'off'", "'reference'", "--enforce-eager"],
-    ),
-    "data parallelism with graphs of 0.26.0": (
-        {"dp": 2, "vllm": "0.26.0"},
-        ["data parallelism is 2", "vllm 0.26.0", "--enforce-eager", "vllm 0.31.0"],
     ),
     "reference on another device": (
         {"device": "tpu", "options": ExtOptions(backend="reference"), "eager": True},
@@ -188,14 +187,12 @@ def test_auto_without_drafts_starts_stock_vllm_too(name: str) -> None:
 
 
 def test_all_problems_are_told_at_once_and_numbered() -> None:
-    # vLLM's flag is told with its own replay, a device's by its backend or for another device, a
-    # version has one fault of its own, and there is no page to lay out while a dtype or the number
-    # of drafts is wrong.
+    # vLLM's flag is told with its own replay, a device's by its backend or for another device, and
+    # there is no page to lay out while a dtype or the number of drafts is wrong.
     alone = {
         "vllm's own flag",
         "AMD's GPUs",
         "an old GPU",
-        "data parallelism with graphs of 0.26.0",
         "reference on another device",
         "reference in graphs",
         "heads and ranks",
@@ -244,9 +241,9 @@ def test_gpus_since_ampere_are_served(capability: tuple[int, int] | None) -> Non
     assert replay_problems(facts(device="cuda", capability=capability)) == []
 
 
-@pytest.mark.parametrize("change", [{"eager": True}, {"vllm": "0.31.0"}, {"dp": 1}], ids=repr)
-def test_data_parallelism_is_served_where_dummy_steps_touch_no_row(change: dict[str, Any]) -> None:
-    assert replay_problems(facts(**{"dp": 2, "vllm": "0.26.0"} | change)) == []
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0"])
+def test_data_parallelism_is_served(version: str) -> None:
+    assert replay_problems(facts(dp=2, vllm=version)) == []
 
 
 @pytest.mark.parametrize("method", ["dflash", "mtp", "ngram", "suffix", "custom_class"])
@@ -276,14 +273,12 @@ def test_the_kernel_that_is_asked_for_is_vllms_variable(value: str, asks: bool) 
 @pytest.mark.parametrize(
     ("version", "served"),
     [
-        ("0.26.0", True),
-        ("0.26.0+cpu", True),
         ("0.31.0", True),
         ("0.31.0+cpu", True),
         ("0.33.0", True),
         ("0.33.0+cu130", True),
-        ("0.25.9", False),
-        ("0.26.1", False),
+        ("0.26.0", False),
+        ("0.26.0+cpu", False),
         ("0.30.0", False),
         ("0.31.0rc1", False),
         ("0.31.1", False),
@@ -313,6 +308,21 @@ def test_versions_in_and_out_of_the_tested_windows(
     assert f"{OVERRIDE}=1" in problem.fix
 
 
+@pytest.mark.parametrize("replay", ["auto", "on"])
+def test_the_vllm_of_gaudi_is_refused_and_the_ways_out_are_told(replay: str) -> None:
+    found = asking(replay, facts(vllm="0.26.0", device="cuda", capability=(9, 0)))
+    with pytest.raises(RuntimeError) as error:
+        refuse(replay_problems(found))
+    windows = " or ".join(str(window.supported) for window in versions.VLLM_FOR_REPLAY)
+    assert str(error.value).splitlines()[:2] == [
+        "gaudi_ext cannot serve with ReplaySSM (1 problem):",
+        f"  1. vllm 0.26.0, ReplaySSM is served with {windows} -> install one of these, set replay "
+        f"to 'off', or set {OVERRIDE}=1 to go on without any promise",
+    ]
+    assert replay_problems(asking("off", found)) == []
+    assert replay_problems(asking("auto", replace(found, drafts=0))) == []
+
+
 def test_no_vllm_at_all_is_said_so() -> None:
     problem = versions.replay_version_problem(None)
     assert problem is not None
@@ -324,3 +334,15 @@ def test_no_vllm_at_all_is_said_so() -> None:
 def test_the_override_lifts_no_other_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OVERRIDE, "1")
     assert len(replay_problems(facts(vllm="9.9", pp=2, prefix_caching=True))) == 2
+
+
+def test_nor_does_it_let_dummy_steps_reach_the_rows_of_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(OVERRIDE, "1")
+    (problem,) = replay_problems(facts(dp=2, vllm="0.26.0"))
+    assert problem.what.startswith("data parallelism is 2 on vllm 0.26.0")
+    assert "--enforce-eager" in problem.fix
+    assert "vllm 0.31.0" in problem.fix
+    for change in ({"eager": True}, {"vllm": "0.31.0"}, {"vllm": "9.9"}, {"dp": 1}):
+        assert replay_problems(facts(**{"dp": 2, "vllm": "0.26.0"} | change)) == []

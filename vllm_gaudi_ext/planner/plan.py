@@ -38,7 +38,8 @@ _DTYPE_ALIAS = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16
 # (vllm/model_executor/models/config.py:863); for others the key is ignored.
 READS_SSM_DTYPE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
-# Those that ReplaySSM is served with (versions.py) and that pack; 0.26.0 has no KV-cache layouts.
+# Those that ReplaySSM is served with (versions.py); all pack. 0.26.0, which only the override
+# starts, has no KV-cache layouts.
 PACKING_VLLMS = ("0.31.0", "0.33.0")
 
 # Attention backends whose kernels take a block of any multiple of 16 unsplit, in any layout of the
