@@ -1,4 +1,7 @@
-"""On a GPU: graphs change no answer, of either runner, with and without asynchronous scheduling."""
+"""On a GPU: graphs change no answer, of either runner, with and without asynchronous scheduling.
+
+V1 serves the drafters that V2 does not know, all without asynchronous scheduling.
+"""
 
 from __future__ import annotations
 
@@ -123,8 +126,10 @@ def test_graphs_change_no_token(
         options["speculative_config"] = case.method(models, case.drafts)
     engine = engines(case.model, **options)
     assert type(engine.runner).__module__ == case.runner
-    asynchronous = engine.config.scheduler_config.async_scheduling
-    assert asynchronous == (case.runner == V2 and not case.synchronous)
+    # vLLM 0.31.0 turns it off for drafts that are made from the host's tokens (config/vllm.py), not
+    # for the runner: test_replay_packing.py has V1 with it.
+    ahead = case.method in (dflash, mtp) and not case.synchronous
+    assert engine.config.scheduler_config.async_scheduling is ahead
     layers = engine.gdn_layers()
     assert all(type(layer._steps).__name__ == "KernelSteps" for layer in layers)
     run = replay_engine.Requests(engine)

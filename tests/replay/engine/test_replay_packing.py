@@ -81,6 +81,8 @@ def test_packed_pages_change_no_token(
         **ARMS[arm],
     )
     assert type(engine.runner).__module__ == runner
+    # With DFlash vLLM 0.31.0 schedules ahead of either runner (config/vllm.py).
+    assert engine.config.scheduler_config.async_scheduling is True
     config = engine.runner.kv_cache_config
     assert engine.config.cache_config.kv_cache_layout == "BLNHC"
     assert sorted(len(group.layer_names) for group in config.kv_cache_groups) == [3, 3, 6]
