@@ -18,6 +18,7 @@ from cuda_ext.bench.serve.config import (
     find_config,
     load_config,
 )
+from cuda_ext.bench.serve.server import server_problems
 
 
 def written(folder: Path, content: Any) -> Path:
@@ -180,6 +181,18 @@ def test_packaged_configs_ask_for_what_the_figures_were_measured_with(path: Path
         sizes = arm_flags(config, arm)["compilation-config"]["cudagraph_capture_sizes"]
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == 256 * (15 + 1)
+
+
+def test_the_servers_packaged_config_is_that_of_the_engines_with_real_weights() -> None:
+    config, engines = (load_config(find_config(name)) for name in ("h200-4b-server", "h200-4b"))
+    assert server_problems(config) == []
+    assert (config.shape, config.flag("load-format")) == (None, None)
+    assert config.load.request_rates
+    assert engines.shape is not None
+    assert config.flag("model") == engines.shape.model
+    chosen = {"model", "speculative-config", "additional-config"}
+    same = [{k: v for k, v in c.serve.items() if k not in chosen} for c in (config, engines)]
+    assert same[0] == same[1]
 
 
 def test_a_shape_is_written_as_its_model_is(tmp_path: Path) -> None:

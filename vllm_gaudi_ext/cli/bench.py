@@ -64,7 +64,8 @@ def kernel(
 @bench.command()
 def serve(
     config: Annotated[
-        str | None, typer.Argument(help="A YAML, or a packaged one: h200-4b, h200-35b.")
+        str | None,
+        typer.Argument(help="A YAML, or a packaged one: h200-4b, h200-35b, h200-4b-server."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for NAME.json, NAME.png and logs.")] = Path(
         "bench-results"
