@@ -23,6 +23,11 @@ class Window:
     project: str
     supported: SpecifierSet
 
+    @property
+    def first(self) -> str:
+        """The release that it begins with."""
+        return next(bound.version for bound in self.supported if bound.operator == ">=")
+
     def admits(self, found: str | None) -> bool:
         if found is None:
             return False

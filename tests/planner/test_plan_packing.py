@@ -17,7 +17,7 @@ from vllm_gaudi_ext.cli.app import app
 from vllm_gaudi_ext.planner.arithmetic import KV_DTYPES, kv_token_bytes
 from vllm_gaudi_ext.planner.config import DrafterOverrides
 from vllm_gaudi_ext.planner.facts import load_platforms
-from vllm_gaudi_ext.planner.plan import PACKING_VLLMS, WHOLE_BLOCK_BACKENDS, Plan, Side
+from vllm_gaudi_ext.planner.plan import WHOLE_BLOCK_BACKENDS, Plan, Side
 from vllm_gaudi_ext.planner.request import Options, make_deployment
 from vllm_gaudi_ext.planner.serve_args import recipe_vllm
 from vllm_gaudi_ext.versions import VLLM_FOR_REPLAY
@@ -147,9 +147,11 @@ def test_the_longest_request_decides_and_not_the_one_that_is_asked_about() -> No
 
 
 def test_every_vllm_that_replay_is_served_with_packs() -> None:
-    assert all(Version(version) >= Version("0.31.0") for version in PACKING_VLLMS)
-    for version, window in zip(PACKING_VLLMS, VLLM_FOR_REPLAY, strict=True):
-        assert window.admits(version)
+    assert [window.first for window in VLLM_FOR_REPLAY] == ["0.31.0", "0.33.0"]
+    for window in VLLM_FOR_REPLAY:
+        assert Version(window.first) >= Version("0.31.0")
+        assert window.admits(window.first)
+        assert replay_of(vllm=str(window.supported)).packed
 
 
 def serve(

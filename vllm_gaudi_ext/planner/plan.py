@@ -21,6 +21,7 @@ from vllm_gaudi_ext.planner.config import DrafterConfig, TargetConfig
 from vllm_gaudi_ext.planner.errors import IllegalValue, PlanError
 from vllm_gaudi_ext.planner.facts import Platform
 from vllm_gaudi_ext.version import __version__
+from vllm_gaudi_ext.versions import VLLM_FOR_REPLAY
 
 # vllm-gaudi keeps a tenth of the usable memory for HPU graphs unless VLLM_GRAPH_RESERVED_MEM says
 # otherwise (vllm_gaudi/v1/worker/hpu_worker.py:402).
@@ -37,10 +38,6 @@ _DTYPE_ALIAS = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16
 # Architectures whose mamba_ssm_dtype vLLM takes when --mamba-ssm-cache-dtype is auto
 # (vllm/model_executor/models/config.py:863); for others the key is ignored.
 READS_SSM_DTYPE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-
-# Those that ReplaySSM is served with (versions.py); all pack. 0.26.0, which only the override
-# starts, has no KV-cache layouts.
-PACKING_VLLMS = ("0.31.0", "0.33.0")
 
 # Attention backends whose kernels take a block of any multiple of 16 unsplit, in any layout of the
 # KV cache (vLLM 0.31.0). FLASHINFER splits blocks, and FLEX_ATTENTION asks for one layout.
@@ -135,7 +132,9 @@ def _has_packing(vllm: str | None) -> bool:
         versions = SpecifierSet(vllm)
     except InvalidSpecifier:
         return False
-    return any(version in versions for version in PACKING_VLLMS)
+    # All that ReplaySSM is served with pack; 0.26.0, which only the override starts, has no
+    # KV-cache layouts.
+    return any(window.first in versions for window in VLLM_FOR_REPLAY)
 
 
 class GroupView(BaseModel):
